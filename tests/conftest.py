@@ -1,0 +1,81 @@
+"""The suite's `--record`: writes the outputs that pages show, and the records of what was run."""
+
+import datetime
+import json
+import platform
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from records import OUTPUT, RECORDS, ROOT, code_hash
+
+pytest_plugins = ["pytester"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write the outputs and records that the pages show")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.record:
+        if config.option.keyword or any("::" in argument for argument in config.args):
+            raise pytest.UsageError("--record takes whole test files: a record counts all tests of a snippet")
+        config.pluginmanager.register(Recorder(config.option.device))
+
+
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest):
+    """`recorded("name.txt", text)`: a page shows this file, so the text must still be what the file says."""
+
+    def compare(name: str, text: str) -> None:
+        file = OUTPUT / name
+        if request.config.option.record:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        assert file.exists(), f"{file.relative_to(ROOT)} is missing: write it with --record"
+        assert text == file.read_text(), f"not what {file.relative_to(ROOT)} shows: read its page, then use --record"
+
+    return compare
+
+
+class Recorder:
+    """Collects how each snippet's tests went on each backend and number of ranks; writes it at the end."""
+
+    def __init__(self, device: str):
+        self.device = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+        self.outcomes = defaultdict(list)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        run = dict(report.user_properties)
+        if report.when != "call" or "backend" not in run:
+            return
+        test = Path(report.nodeid.split("::")[0])
+        snippet = Path(*test.parts[1:-1], test.name.removeprefix("test_"))  # tests/ mirrors snippets/
+        if (ROOT / "snippets" / snippet).exists():
+            self.outcomes[snippet.as_posix(), run["backend"], run["world_size"]].append(report.outcome)
+
+    def pytest_sessionfinish(self) -> None:
+        version = torch.__version__.split("+")[0]
+        file = RECORDS / f"{self.device.lower().replace(' ', '-')}-torch-{version}.json"
+        ran = {snippet for snippet, _, _ in self.outcomes}
+        kept = [old for old in json.loads(file.read_text()) if old["snippet"] not in ran] if file.exists() else []
+        new = [
+            {
+                "snippet": snippet,
+                "code": code_hash((ROOT / "snippets" / snippet).read_text()),
+                "torch": version,
+                "python": platform.python_version(),
+                "backend": backend,
+                "device": self.device,
+                "world_size": world_size,
+                "tests": len(outcomes),
+                "outcome": "passed" if set(outcomes) == {"passed"} else "failed",
+                "date": datetime.date.today().isoformat(),
+            }
+            for (snippet, backend, world_size), outcomes in self.outcomes.items()
+        ]
+        RECORDS.mkdir(parents=True, exist_ok=True)
+        records = sorted(kept + new, key=lambda record: (record["snippet"], record["backend"], record["world_size"]))
+        file.write_text(json.dumps(records, indent=1) + "\n")

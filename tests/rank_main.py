@@ -1,0 +1,160 @@
+"""One rank: what runs in each process that the launcher starts.
+
+A rank tells its parent over a pipe how the body went, and then waits. Nobody leaves the process group
+before the parent has heard from everybody, so a fault on one rank never shows as a lost connection on
+another.
+"""
+
+import faulthandler
+import importlib.machinery
+import importlib.util
+import marshal
+import os
+import pickle
+import runpy
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import parent_process
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Body:
+    """A module's function with its arguments, such as a test as the parent collected it."""
+
+    module: str
+    path: str
+    code: bytes  # the module's code with pytest's assertion rewriting, marshalled
+    qualname: str
+    arguments: bytes  # pickled dict; unpickled once the module is there, since values may come from it
+    backend: str
+    device: str
+    rendezvous: str  # path of a file that is not there yet
+
+    def run(self) -> None:
+        # Imported here, so that a script's rank is not slowed by it and the parent's copy is not touched.
+        import torch.distributed as dist
+
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        module = self._load()
+        function = module
+        for name in self.qualname.split("."):
+            owner, function = function, getattr(function, name)
+        if isinstance(owner, type):
+            function = getattr(owner(), self.qualname.split(".")[-1])
+        arguments = {
+            name: pytest.MonkeyPatch() if value is MonkeyPatchOfRank else value
+            for name, value in pickle.loads(self.arguments).items()
+        }
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # A file, not torchrun's TCPStore: a TCPStore client looks up the name of its peer's address, which takes
+        # seconds where the name server is slow.
+        store = dist.FileStore(self.rendezvous, world_size)
+        dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size)
+        function(**arguments)
+
+    def _load(self):
+        spec = importlib.util.spec_from_file_location(self.module, self.path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[self.module] = module
+        exec(marshal.loads(self.code), module.__dict__)
+        return module
+
+
+class MonkeyPatchOfRank:
+    """Stands for the `monkeypatch` argument: each rank gets one of its own."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A Python file with its arguments, run as torchrun would: it makes its own process group."""
+
+    path: str
+    arguments: tuple[str, ...]
+
+    def run(self) -> None:
+        sys.argv = [self.path, *self.arguments]
+        sys.path.insert(0, str(Path(self.path).resolve().parent))
+        try:
+            runpy.run_path(self.path, run_name="__main__")
+        except SystemExit as exit:
+            if exit.code not in (None, 0):
+                raise
+
+
+def main(work, environment: dict[str, str], connection: Connection, log: str, stacks: str, tbstyle: str) -> None:
+    os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, and what a rank starts is ended with it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _write_output_to(log)
+    os.environ.clear()  # the server's environment is that of its start, not that of this test
+    os.environ.update(environment)
+    faulthandler.enable(sys.stderr)
+    stack_file = open(f"{stacks}.new", "w")
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    os.rename(stack_file.name, stacks)  # now, and not before, the parent may send the signal
+
+    connection.send((*_outcome(work, tbstyle), time.monotonic()))
+    connection.recv()  # "everybody is done"; where a rank failed, this process is ended here instead
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _outcome(work, tbstyle: str) -> tuple[str, str, str]:
+    """`("passed" | "skipped" | "failed", one line, traceback)`"""
+    error = _error_of(work)
+    # From here on this rank has an outcome to tell, and no longer a place where it stands.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    sys.stdout.flush()
+    if error is None:
+        return "passed", "", ""
+    if isinstance(error, pytest.skip.Exception):
+        return "skipped", str(error), ""
+    if isinstance(error, SystemExit):
+        summary = f"SystemExit: sys.exit({error.code!r}) before the end of its body"
+    else:
+        summary = pytest.ExceptionInfo.from_exception(error).exconly(tryshort=True)
+    return "failed", summary, _traceback(error, tbstyle)
+
+
+def _error_of(work) -> BaseException | None:
+    try:
+        if "OMP_NUM_THREADS" not in os.environ:
+            import torch
+
+            torch.set_num_threads(1)  # torchrun's default as well
+        work.run()
+    except BaseException as error:  # KeyboardInterrupt, SystemExit and pytest's outcomes as well
+        return error
+    return None
+
+
+def _traceback(error: BaseException, tbstyle: str) -> str:
+    frames = error.__traceback__
+    while frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return str(pytest.ExceptionInfo.from_exception(error.with_traceback(frames)).getrepr(style=tbstyle))
+
+
+def _write_output_to(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _end_with_parent() -> None:
+    wait([parent_process().sentinel])
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,353 @@
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from loss import sum_over_group, token_mean, weighted_all_reduce
+from process_groups import create_parallel_groups
+
+SEQUENCE, HIDDEN, VOCABULARY = 16, 5, 7
+# Valid labels of each rank's slice, by world size: no two replicas and no two ranks alike, and one without any.
+VALID = {1: [11], 2: [3, 12], 4: [7, 1, 0, 13]}
+GRIDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+every_grid = pytest.mark.parametrize(
+    "sp_size",
+    [
+        pytest.param(sp, marks=pytest.mark.distributed(world_size=world), id=f"dp-{world // sp}-sp-{sp}")
+        for world, sp in GRIDS
+    ],
+)
+
+
+def problem(device, dtype=torch.float64):
+    """All ranks' slices, the same on every rank: hidden [world, SEQUENCE, HIDDEN], labels [world, SEQUENCE]."""
+    generator = torch.Generator().manual_seed(2)
+    world = dist.get_world_size()
+    hidden = torch.randn(world, SEQUENCE, HIDDEN, generator=generator, dtype=torch.float64)
+    labels = torch.randint(VOCABULARY, (world, SEQUENCE), generator=generator)
+    for rank, valid in enumerate(VALID[world]):
+        labels[rank, torch.randperm(SEQUENCE, generator=generator)[valid:]] = -100
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64).to(device, dtype)
+    return hidden.to(device, dtype), labels.to(device), weight.requires_grad_()
+
+
+def gradient_of(loss, weight):
+    weight.grad = None
+    loss.backward()
+    return weight.grad.clone()
+
+
+def mean_of_replicas(hidden, labels, weight, sp_size):
+    """One process: each replica's mean over its valid labels, then the mean over replicas."""
+    replicas = zip(hidden.split(sp_size), labels.split(sp_size), strict=True)
+    means = [F.cross_entropy((h @ weight.T).flatten(0, 1), y.flatten()) for h, y in replicas if (y >= 0).any()]
+    return sum(means) / (len(hidden) // sp_size)
+
+
+def mean_of_tokens(hidden, labels, weight):
+    """One process: the mean over all valid labels."""
+    return F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
+
+
+def engine(gradient, divisor):
+    """What an engine makes of the ranks' gradients: (1/D)·Σ."""
+    total = gradient.clone()
+    dist.all_reduce(total)
+    return total / divisor
+
+
+def same_bits_on_all(group, value):
+    everyone = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, value.detach(), group=group)
+    return all(torch.equal(other, value) for other in everyone)
+
+
+# ------------------------------------------------------------------------------- weighted_all_reduce
+
+
+@pytest.mark.parametrize("gradient_reduction", ["mean", "sum"])
+@every_grid
+def test_weighted_all_reduce_is_the_loss_of_one_process(sp_size, gradient_reduction, device):
+    hidden, labels, weight = problem(device)
+    groups = create_parallel_groups(sp_size)
+    rank = dist.get_rank()
+    # the local mean, NaN where the slice has no valid label
+    local = F.cross_entropy(hidden[rank] @ weight.T, labels[rank])
+    num_valid = int((labels[rank] >= 0).sum())
+    loss = weighted_all_reduce(local, num_valid, groups.sp, gradient_reduction=gradient_reduction)
+
+    replica = slice(groups.dp_rank * sp_size, (groups.dp_rank + 1) * sp_size)
+    if sum(VALID[dist.get_world_size()][replica]):
+        expected = mean_of_replicas(hidden[replica], labels[replica], weight, sp_size)
+        torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    else:
+        assert loss.item() == 0
+    assert loss.shape == ()
+    assert same_bits_on_all(groups.sp, loss)
+
+    divisor = dist.get_world_size() if gradient_reduction == "mean" else groups.dp_size
+    actual = engine(gradient_of(loss, weight), divisor)
+    expected = gradient_of(mean_of_replicas(hidden, labels, weight, sp_size), weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.distributed(world_size=4)
+def test_under_ddp_the_default_is_right(device):
+    hidden, labels, weight = problem(device, torch.float32)
+    expected = gradient_of(mean_of_replicas(hidden, labels, weight, sp_size=2), weight)
+
+    head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, device=device)
+    head.weight.data.copy_(weight.detach())
+    model = torch.nn.parallel.DistributedDataParallel(head)
+    groups = create_parallel_groups(2)
+    rank = dist.get_rank()
+    local = F.cross_entropy(model(hidden[rank]), labels[rank])
+    weighted_all_reduce(local, (labels[rank] >= 0).sum(), groups.sp).backward()
+    torch.testing.assert_close(head.weight.grad, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "result"), [("bfloat16", "float32"), ("float16", "float32"), ("float64", "float64")])
+@pytest.mark.distributed(world_size=2)
+def test_at_least_fp32(dtype, result, device):
+    dtype, result = getattr(torch, dtype), getattr(torch, result)
+    rank = dist.get_rank()
+    # 1/3 and 5 are rounded by the loss's own dtype; from there on nothing is lost
+    local = torch.tensor([1 / 3, 5.0][rank], dtype=dtype, device=device, requires_grad=True)
+    loss = weighted_all_reduce(local, [7, 93][rank], None)
+    exact = (7 * torch.tensor(1 / 3, dtype=dtype).double() + 93 * 5) / 100
+    assert loss.dtype == result
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-15 if result == torch.float64 else 2e-7)
+    loss.backward()
+    assert local.grad.dtype == dtype
+    assert local.grad.item() == pytest.approx(2 * [0.07, 0.93][rank], rel=torch.finfo(dtype).eps)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_count_past_the_range_of_bf16_and_of_fp16_is_not_lost(device):
+    local = torch.tensor(1.0 + dist.get_rank(), dtype=torch.float16, device=device)
+    loss = weighted_all_reduce(local, [1_000_001, 1][dist.get_rank()], None)
+    assert loss.item() == pytest.approx((1_000_001 + 2) / 1_000_002, rel=1e-6)
+
+
+@pytest.mark.distributed(world_size=4)
+def test_nan_of_weight_zero_counts_for_nothing(device):
+    groups = create_parallel_groups(2)
+    odd = groups.sp_rank == 1
+    local = torch.tensor(math.nan if odd else 2.5, device=device, requires_grad=True)
+    loss = weighted_all_reduce(local, 0 if odd else 3, groups.sp)
+    loss.backward()
+    assert loss.item() == 2.5
+    assert local.grad.item() == (0 if odd else 2)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_nan_that_counts_stays_nan(device):
+    local = torch.tensor([math.nan, 1.0][dist.get_rank()], device=device)
+    assert weighted_all_reduce(local, 1, None).isnan()
+
+
+@pytest.mark.parametrize("value", [math.nan, 3.0])
+@pytest.mark.distributed(world_size=2)
+def test_no_weight_anywhere_gives_zero(value, device):
+    local = torch.tensor(value, device=device, requires_grad=True)
+    loss = weighted_all_reduce(local, 0, None)
+    loss.backward()
+    assert (loss.item(), local.grad.item()) == (0, 0)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_fractional_weights(device):
+    rank = dist.get_rank()
+    local = torch.tensor([1.0, 4.0][rank], device=device, requires_grad=True)
+    loss = weighted_all_reduce(local, [0.25, 0.125][rank], None, gradient_reduction="sum")
+    loss.backward()
+    assert loss.item() == 2.0
+    assert local.grad.item() == pytest.approx([2 / 3, 1 / 3][rank])
+
+
+@pytest.mark.distributed(world_size=2)
+def test_the_weight_is_not_differentiated(device):
+    count = torch.tensor(2.0 + dist.get_rank(), device=device, requires_grad=True)
+    weighted_all_reduce(torch.tensor(1.0, device=device, requires_grad=True), count, None).backward()
+    assert count.grad is None
+
+
+@pytest.mark.parametrize("form", ["weighted", "token_mean", "sum"])
+@pytest.mark.distributed(world_size=2)
+def test_the_gradient_that_comes_in_is_passed_on(form, device):
+    """Gradient accumulation and fp16 loss scaling multiply the loss afterwards."""
+    local = torch.tensor(1.0, device=device, requires_grad=True)
+    if form == "weighted":
+        loss, expected = weighted_all_reduce(local, [1, 3][dist.get_rank()], None), [0.5, 1.5]
+    elif form == "token_mean":
+        loss, expected = token_mean(local, [1, 3][dist.get_rank()], None, gradient_divisor=2), [0.5, 0.5]
+    else:
+        loss, expected = sum_over_group(local, None, gradient_reduction="mean"), [2, 2]
+    (loss * 1024).backward()
+    assert local.grad.item() == 1024 * expected[dist.get_rank()]
+
+
+@pytest.mark.parametrize("form", ["weighted", "token_mean", "sum"])
+@pytest.mark.distributed(world_size=2, timeout=10)
+def test_backward_needs_nobody_else(form, device):
+    local = torch.tensor(1.0, device=device, requires_grad=True)
+    if form == "weighted":
+        loss = weighted_all_reduce(local, 1, None)
+    elif form == "token_mean":
+        loss = token_mean(local, 1, None, gradient_divisor=2)
+    else:
+        loss = sum_over_group(local, None, gradient_reduction="sum")
+    if dist.get_rank() == 1:
+        loss.backward()
+        assert local.grad.item() == 1
+
+
+@pytest.mark.distributed(world_size=2)
+def test_no_warning(device):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        local = torch.tensor(1.0, device=device, requires_grad=True)
+        weighted_all_reduce(local, 1, None).backward()
+        token_mean(local, 1, None, gradient_divisor=2).backward()
+        sum_over_group(local, None, gradient_reduction="mean").backward()
+
+
+@pytest.mark.distributed(world_size=2)
+def test_inputs_are_left_as_they_were(device):
+    local = torch.tensor(1.0 + dist.get_rank(), device=device)
+    count = torch.tensor(2.0, device=device)
+    weighted_all_reduce(local, count, None)
+    sum_over_group(local, None, gradient_reduction="mean")
+    token_mean(local, count, None, gradient_divisor=1)
+    assert (local.item(), count.item()) == (1.0 + dist.get_rank(), 2.0)
+
+
+# ---------------------------------------------------------------------------------------- token_mean
+
+
+@pytest.mark.parametrize("divisor", ["all ranks", "replicas"])
+@every_grid
+def test_token_mean_is_the_mean_of_one_process(sp_size, divisor, device):
+    hidden, labels, weight = problem(device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    divisor = world if divisor == "all ranks" else world // sp_size
+    local_sum = F.cross_entropy(hidden[rank] @ weight.T, labels[rank], reduction="sum")
+    loss = token_mean(local_sum, (labels[rank] >= 0).sum(), None, gradient_divisor=divisor)
+
+    reference = mean_of_tokens(hidden, labels, weight)
+    torch.testing.assert_close(loss, reference, rtol=1e-13, atol=0)
+    assert loss.shape == ()
+    assert same_bits_on_all(None, loss)
+    actual = engine(gradient_of(loss, weight), divisor)
+    torch.testing.assert_close(actual, gradient_of(reference, weight), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.distributed(world_size=4)
+def test_the_mean_of_replica_means_is_another_number(device):
+    """Why token_mean exists: replicas with different token counts."""
+    hidden, labels, weight = problem(device)
+    of_replicas = gradient_of(mean_of_replicas(hidden, labels, weight, sp_size=2), weight)
+    of_tokens = gradient_of(mean_of_tokens(hidden, labels, weight), weight)
+    assert (of_replicas - of_tokens).norm() > 0.1 * of_tokens.norm()
+
+
+@pytest.mark.distributed(world_size=4)
+def test_token_mean_over_accumulated_micro_batches(device):
+    hidden, labels, weight = problem(device)
+    rank = dist.get_rank()
+    num_tokens = (labels[rank] >= 0).sum()  # of the whole step, before the first micro-batch
+    weight.grad, value = None, 0
+    for cut in (slice(0, 5), slice(5, SEQUENCE)):
+        local_sum = F.cross_entropy(hidden[rank, cut] @ weight.T, labels[rank, cut], reduction="sum")
+        loss = token_mean(local_sum, num_tokens, None, gradient_divisor=dist.get_world_size())
+        loss.backward()
+        value += loss.item()
+    actual = engine(weight.grad, dist.get_world_size())
+    reference = mean_of_tokens(hidden, labels, weight)
+    assert value == pytest.approx(reference.item(), rel=1e-12)
+    torch.testing.assert_close(actual, gradient_of(reference, weight), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_token_mean_in_bf16_and_without_tokens(device):
+    local = torch.tensor(0.0, dtype=torch.bfloat16, device=device, requires_grad=True)
+    loss = token_mean(local, 0, None, gradient_divisor=2)
+    assert (loss.item(), loss.dtype) == (0, torch.float32)
+
+
+# ------------------------------------------------------------------------------------ sum_over_group
+
+
+def preference_loss(chosen, rejected):
+    return -F.logsigmoid(0.3 * (chosen - rejected)).mean()
+
+
+@pytest.mark.parametrize("gradient_reduction", ["mean", "sum"])
+@every_grid
+def test_a_loss_of_sums_over_the_sequence(sp_size, gradient_reduction, device):
+    """DPO's shape: the log-probability of a whole sample, two samples, then a non-linear step."""
+    hidden, labels, weight = problem(device)
+    groups = create_parallel_groups(sp_size)
+    rank = dist.get_rank()
+
+    def log_probability(h, y):  # [..., SEQUENCE, HIDDEN], [..., SEQUENCE] -> [..., SEQUENCE]
+        return -F.cross_entropy((h @ weight.T).movedim(-1, 1), y, reduction="none")
+
+    def both(h, y):  # a sample and, as its rejected sibling, the same with its hidden states reversed
+        return torch.stack([log_probability(h, y), log_probability(-h, y)])
+
+    local = both(hidden[rank : rank + 1], labels[rank : rank + 1]).sum((1, 2))  # [2]
+    loss = preference_loss(*sum_over_group(local, groups.sp, gradient_reduction=gradient_reduction))
+
+    replicas = both(hidden, labels).sum(-1).unflatten(-1, (-1, sp_size)).sum(-1)  # [2, dp]
+    one_process = [preference_loss(*replicas[:, replica]) for replica in range(groups.dp_size)]
+    torch.testing.assert_close(loss, one_process[groups.dp_rank], rtol=1e-12, atol=0)
+
+    divisor = dist.get_world_size() if gradient_reduction == "mean" else groups.dp_size
+    actual = engine(gradient_of(loss, weight), divisor)
+    expected = gradient_of(sum(one_process) / groups.dp_size, weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_sums_are_at_least_fp32(device):
+    x = torch.full((3,), [256.0, 1.0][dist.get_rank()], dtype=torch.bfloat16, device=device)
+    total = sum_over_group(x, None, gradient_reduction="mean")
+    assert total.dtype == torch.float32
+    assert total.tolist() == [257.0] * 3
+
+
+# ------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.distributed(world_size=2)
+def test_bad_input_fails_early_on_every_rank(device):
+    one = torch.tensor(1.0, device=device)
+    with pytest.raises(ValueError, match="""gradient_reduction='average': use "mean" or "sum\""""):
+        weighted_all_reduce(one, 1, None, gradient_reduction="average")
+    with pytest.raises(ValueError, match="""gradient_reduction=None: use "mean" or "sum\""""):
+        sum_over_group(one, None, gradient_reduction=None)
+    with pytest.raises(ValueError, match=r"loss of shape \[4\] and a weight of shape \[\]"):
+        weighted_all_reduce(torch.ones(4, device=device), 4, None)
+    with pytest.raises(ValueError, match=r"loss of shape \[\] and a weight of shape \[4\]"):
+        token_mean(one, torch.ones(4, device=device), None, gradient_divisor=2)
+    for divisor in (0, -2):
+        with pytest.raises(ValueError, match=f"gradient_divisor={divisor} must be positive"):
+            token_mean(one, 1, None, gradient_divisor=divisor)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_group_of_others_is_refused(device):
+    first_alone = dist.new_group([0])
+    one = torch.tensor(1.0, device=device)
+    if dist.get_rank() == 1:
+        for call in (
+            lambda: weighted_all_reduce(one, 1, first_alone),
+            lambda: token_mean(one, 1, first_alone, gradient_divisor=1),
+            lambda: sum_over_group(one, first_alone, gradient_reduction="mean"),
+        ):
+            with pytest.raises(ValueError, match="global rank 1 is not in this group"):
+                call()
