@@ -165,7 +165,8 @@ def _report(ranks: list[Rank], timeout: float) -> str:
     failed = sorted((rank for rank in ranks if rank.state == "failed"), key=lambda rank: rank.when)
     culprits = [rank for rank in ranks if rank.state == "died"] + failed
     if culprits:
-        title = f"rank {culprits[0].number}: {culprits[0].summary.partition('\n')[0]}"
+        first_line, _, _ = culprits[0].summary.partition("\n")
+        title = f"rank {culprits[0].number}: {first_line}"
     elif running := [rank.number for rank in ranks if rank.state == "running"]:
         title = f"time limit of {timeout:g} s: {_names(running)} did not finish"
     else:
