@@ -70,7 +70,7 @@ def sum_over_group(x, group, *, gradient_reduction):
 # --8<-- [start:helpers]
 def _quotient_of_sums(numerator, denominator, group, factor):
     totals = _Sum.apply(torch.stack([numerator, denominator]), group, factor)  # one collective for both
-    numerator, denominator = totals[0], totals[1].detach()
+    numerator, denominator = totals
     return numerator / denominator.masked_fill(denominator == 0, 1)
 
 

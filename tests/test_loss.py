@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from loss import sum_over_group, token_mean, weighted_all_reduce
-from process_groups import create_parallel_groups
+from process_groups import create_mesh, create_parallel_groups
 
 SEQUENCE, HIDDEN, VOCABULARY = 16, 5, 7
 # Valid labels of each rank's slice, by world size: no two replicas and no two ranks alike, and one without any.
@@ -52,7 +52,7 @@ def mean_of_tokens(hidden, labels, weight):
     return F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
 
 
-def engine(gradient, divisor):
+def reduced(gradient, divisor):
     """What an engine makes of the ranks' gradients: (1/D)·Σ."""
     total = gradient.clone()
     dist.all_reduce(total)
@@ -89,24 +89,49 @@ def test_weighted_all_reduce_is_the_loss_of_one_process(sp_size, gradient_reduct
     assert same_bits_on_all(groups.sp, loss)
 
     divisor = dist.get_world_size() if gradient_reduction == "mean" else groups.dp_size
-    actual = engine(gradient_of(loss, weight), divisor)
+    actual = reduced(gradient_of(loss, weight), divisor)
     expected = gradient_of(mean_of_replicas(hidden, labels, weight, sp_size), weight)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
+def ddp(head):
+    return torch.nn.parallel.DistributedDataParallel(head)
+
+
+def fsdp2(head):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("fully_shard needs torch 2.6")
+    mesh = create_mesh(1, next(head.parameters()).device.type)  # shard over all ranks
+    return fsdp.fully_shard(head, mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize("form", ["weighted_all_reduce", "token_mean"])
+@pytest.mark.parametrize("engine", [ddp, fsdp2])
 @pytest.mark.distributed(world_size=4)
-def test_under_ddp_the_default_is_right(device):
+def test_with_an_engine_that_averages_over_all_ranks(engine, form, device):
+    """dp 2, sp 2; DDP's and FSDP2's own reduction, which divides by all ranks: D = 4."""
     hidden, labels, weight = problem(device, torch.float32)
-    expected = gradient_of(mean_of_replicas(hidden, labels, weight, sp_size=2), weight)
+    if form == "weighted_all_reduce":
+        reference = mean_of_replicas(hidden, labels, weight, sp_size=2)
+    else:
+        reference = mean_of_tokens(hidden, labels, weight)
+    expected = gradient_of(reference, weight)
 
     head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, device=device)
     head.weight.data.copy_(weight.detach())
-    model = torch.nn.parallel.DistributedDataParallel(head)
+    model = engine(head)
     groups = create_parallel_groups(2)
     rank = dist.get_rank()
-    local = F.cross_entropy(model(hidden[rank]), labels[rank])
-    weighted_all_reduce(local, (labels[rank] >= 0).sum(), groups.sp).backward()
-    torch.testing.assert_close(head.weight.grad, expected, rtol=1e-5, atol=1e-7)
+    logits, num_valid = model(hidden[rank]), (labels[rank] >= 0).sum()
+    if form == "weighted_all_reduce":
+        weighted_all_reduce(F.cross_entropy(logits, labels[rank]), num_valid, groups.sp).backward()
+    else:
+        local_sum = F.cross_entropy(logits, labels[rank], reduction="sum")
+        token_mean(local_sum, num_valid, None, gradient_divisor=4).backward()
+    actual = head.weight.grad
+    actual = actual.full_tensor() if hasattr(actual, "full_tensor") else actual
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("dtype", "result"), [("bfloat16", "float32"), ("float16", "float32"), ("float64", "float64")])
@@ -147,6 +172,23 @@ def test_nan_of_weight_zero_counts_for_nothing(device):
 def test_nan_that_counts_stays_nan(device):
     local = torch.tensor([math.nan, 1.0][dist.get_rank()], device=device)
     assert weighted_all_reduce(local, 1, None).isnan()
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_hand_made_mean_over_nothing_has_nan_gradients_whatever_its_weight(device):
+    """Why the page says: pass sums."""
+    mask = torch.full((4,), float(dist.get_rank()), device=device)
+    for form in ("mean", "sum"):
+        per_token = torch.ones(4, device=device, requires_grad=True)
+        local_sum = (per_token * mask).sum()
+        if form == "mean":
+            loss = weighted_all_reduce(local_sum / mask.sum(), mask.sum(), None)
+        else:
+            loss = token_mean(local_sum, mask.sum(), None, gradient_divisor=2)
+        loss.backward()
+        assert loss.item() == 1
+        poisoned = form == "mean" and dist.get_rank() == 0
+        assert per_token.grad.isnan().any().item() == poisoned
 
 
 @pytest.mark.parametrize("value", [math.nan, 3.0])
@@ -191,7 +233,7 @@ def test_the_gradient_that_comes_in_is_passed_on(form, device):
 
 
 @pytest.mark.parametrize("form", ["weighted", "token_mean", "sum"])
-@pytest.mark.distributed(world_size=2, timeout=10)
+@pytest.mark.distributed(world_size=2)
 def test_backward_needs_nobody_else(form, device):
     local = torch.tensor(1.0, device=device, requires_grad=True)
     if form == "weighted":
@@ -241,7 +283,7 @@ def test_token_mean_is_the_mean_of_one_process(sp_size, divisor, device):
     torch.testing.assert_close(loss, reference, rtol=1e-13, atol=0)
     assert loss.shape == ()
     assert same_bits_on_all(None, loss)
-    actual = engine(gradient_of(loss, weight), divisor)
+    actual = reduced(gradient_of(loss, weight), divisor)
     torch.testing.assert_close(actual, gradient_of(reference, weight), rtol=1e-12, atol=1e-14)
 
 
@@ -265,7 +307,7 @@ def test_token_mean_over_accumulated_micro_batches(device):
         loss = token_mean(local_sum, num_tokens, None, gradient_divisor=dist.get_world_size())
         loss.backward()
         value += loss.item()
-    actual = engine(weight.grad, dist.get_world_size())
+    actual = reduced(weight.grad, dist.get_world_size())
     reference = mean_of_tokens(hidden, labels, weight)
     assert value == pytest.approx(reference.item(), rel=1e-12)
     torch.testing.assert_close(actual, gradient_of(reference, weight), rtol=1e-12, atol=1e-14)
@@ -307,7 +349,7 @@ def test_a_loss_of_sums_over_the_sequence(sp_size, gradient_reduction, device):
     torch.testing.assert_close(loss, one_process[groups.dp_rank], rtol=1e-12, atol=0)
 
     divisor = dist.get_world_size() if gradient_reduction == "mean" else groups.dp_size
-    actual = engine(gradient_of(loss, weight), divisor)
+    actual = reduced(gradient_of(loss, weight), divisor)
     expected = gradient_of(sum(one_process) / groups.dp_size, weight)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-14)
 

@@ -1,0 +1,76 @@
+"""The project's commands. `nox -l` lists them; what follows `--` goes to the tool that a session runs."""
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["docs-test"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+NO_NOTICE = {"NO_MKDOCS_2_WARNING": "1"}
+
+
+def install(session: nox.Session, *groups: str, needed: str = "") -> None:
+    """Installs dependency groups of pyproject.toml; under --no-venv, only says what is missing.
+
+    What the group `needed` lacks then ends the session; the tests that need the rest say that they were not run.
+    """
+    if session.virtualenv.is_sandboxed:
+        session.install(*nox.project.dependency_groups(PYPROJECT, *groups))
+        return
+    for group in groups:
+        missing = [line for line in nox.project.dependency_groups(PYPROJECT, group) if not is_there(session, line)]
+        if missing:
+            message = f"not installed: install it with\n    python -m pip install {' '.join(map(repr, missing))}"
+            session.error(message) if group in (needed or groups) else session.warn(message)
+
+
+def is_there(session: nox.Session, requirement: str) -> bool:
+    name = requirement.split("=")[0]
+    code = f"from importlib.metadata import *; print(bool([*distributions(name={name!r})]))"
+    return "True" in session.run("python", "-c", code, silent=True, log=False, external=True)
+
+
+@nox.session
+def serve(session: nox.Session) -> None:
+    """Builds the site and serves it with live reload."""
+    install(session, "site")
+    session.run("mkdocs", "serve", "--livereload", *session.posargs, env=NO_NOTICE, external=True)
+
+
+@nox.session(name="docs-build")
+def docs_build(session: nox.Session) -> None:
+    """Builds the site into site/; any warning fails it."""
+    install(session, "site")
+    session.run("mkdocs", "build", "--strict", *session.posargs, env=NO_NOTICE, external=True)
+
+
+@nox.session(name="docs-test")
+def docs_test(session: nox.Session) -> None:
+    """Proves the documentation: snippets on real ranks, their faults, the pages. Options: --device, --record."""
+    install(session, "test", "site", needed="test")
+    session.run("python", "-m", "pytest", "--ignore=tests/test_launcher.py", *session.posargs, external=True)
+
+
+@nox.session(name="launcher-test")
+def launcher_test(session: nox.Session) -> None:
+    """Tests the rank launcher itself: failures, kills, hangs, Ctrl-C."""
+    install(session, "test")
+    session.run("python", "-m", "pytest", "tests/test_launcher.py", *session.posargs, external=True)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Checks style and formatting."""
+    install(session, "lint")
+    session.run("ruff", "check", external=True)
+    session.run("ruff", "format", "--check", external=True)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measures what the pages quote, into docs/_data/."""
+    install(session, "test")
+    for name in ("launcher", "loss"):
+        session.run("python", f"benchmarks/{name}.py", *session.posargs, external=True)

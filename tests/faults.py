@@ -1,0 +1,251 @@
+"""Faults that people really make, each with the test that must see it: test_faults.py applies them one by one.
+
+A fault is a replacement in the snippet's text, which must occur there exactly once.
+"""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    name: str
+    snippet: str
+    right: str
+    wrong: str
+    caught_by: str  # test function in the test file of the snippet's name
+
+
+FAULTS = [
+    # ---------------------------------------------------------------------------- process_groups.py
+    Fault(
+        "SP groups hold strided ranks",
+        "process_groups.py",
+        ".view(-1, sequence_parallel_size)",
+        ".view(sequence_parallel_size, -1).T",
+        "test_each_rank_is_in_its_groups",
+    ),
+    Fault(
+        "SP and DP groups swapped",
+        "process_groups.py",
+        "ParallelGroups(sp_groups[dp_rank], dp_groups[sp_rank],",
+        "ParallelGroups(dp_groups[sp_rank], sp_groups[dp_rank],",
+        "test_each_rank_is_in_its_groups",
+    ),
+    Fault(
+        "SP and DP rank swapped",
+        "process_groups.py",
+        "dp_rank, sp_rank = divmod",
+        "sp_rank, dp_rank = divmod",
+        "test_each_rank_is_in_its_groups",
+    ),
+    Fault(
+        "ranks counted by the DP size",
+        "process_groups.py",
+        "divmod(dist.get_rank(), sp_size)",
+        "divmod(dist.get_rank(), dp_size)",
+        "test_each_rank_is_in_its_groups",
+    ),
+    Fault(
+        "DP groups are the SP groups",
+        "process_groups.py",
+        "grid.T.tolist()",
+        "grid.tolist()",
+        "test_each_rank_is_in_its_groups",
+    ),
+    Fault(
+        "each rank makes its own SP group only",
+        "process_groups.py",
+        "[dist.new_group(ranks) for ranks in grid.tolist()]",
+        "[dist.new_group(ranks) if dist.get_rank() in ranks else None for ranks in grid.tolist()]",
+        "test_each_rank_is_in_its_groups",
+    ),
+    Fault(
+        "no check before the groups are made",
+        "process_groups.py",
+        "check_sizes(dist.get_world_size(), sequence_parallel_size)\n    grid",
+        "grid",
+        "test_sizes_that_do_not_fit_fail_on_every_rank_before_any_group_is_made",
+    ),
+    Fault(
+        "a size that does not divide is let through",
+        "process_groups.py",
+        "if world_size % size == 0",
+        "",
+        "test_sizes_that_do_not_fit_fail_on_every_rank_before_any_group_is_made",
+    ),
+    Fault(
+        "mesh dimensions named the wrong way round",
+        "process_groups.py",
+        '("dp", "sp"))',
+        '("sp", "dp"))',
+        "test_mesh_is_the_same_grid",
+    ),
+    Fault(
+        "mesh of shape (sp, dp)",
+        "process_groups.py",
+        "shape = (dist.get_world_size() // sequence_parallel_size, sequence_parallel_size)",
+        "shape = (sequence_parallel_size, dist.get_world_size() // sequence_parallel_size)",
+        "test_mesh_is_the_same_grid",
+    ),
+    Fault(
+        "no check before the mesh is made",
+        "process_groups.py",
+        "check_sizes(dist.get_world_size(), sequence_parallel_size)\n    shape",
+        "shape",
+        "test_sizes_that_do_not_fit_fail_on_every_rank_before_any_group_is_made",
+    ),
+    Fault(
+        "groups can be overwritten",
+        "process_groups.py",
+        "@dataclass(frozen=True)",
+        "@dataclass",
+        "test_groups_cannot_be_changed_by_accident",
+    ),
+    # -------------------------------------------------------------------------------------- loss.py
+    Fault(
+        "the weight is dropped",
+        "loss.py",
+        "loss.masked_fill(weight == 0, 0) * weight",
+        "loss.masked_fill(weight == 0, 0)",
+        "test_weighted_all_reduce_is_the_loss_of_one_process",
+    ),
+    Fault(
+        "NaN times zero",
+        "loss.py",
+        "loss.masked_fill(weight == 0, 0) * weight",
+        "loss * weight",
+        "test_nan_of_weight_zero_counts_for_nothing",
+    ),
+    Fault(
+        "NaN is swept under the carpet",
+        "loss.py",
+        "loss.masked_fill(weight == 0, 0) * weight",
+        "loss.nan_to_num() * weight",
+        "test_nan_that_counts_stays_nan",
+    ),
+    Fault(
+        "summed over the world, not the group",
+        "loss.py",
+        "dist.all_reduce(total, group=group)",
+        "dist.all_reduce(total)",
+        "test_weighted_all_reduce_is_the_loss_of_one_process",
+    ),
+    Fault(
+        "backward forgets the factor",
+        "loss.py",
+        "gradient * ctx.factor",
+        "gradient",
+        "test_with_an_engine_that_averages_over_all_ranks",
+    ),
+    Fault(
+        "backward ignores the gradient that comes in",
+        "loss.py",
+        "gradient * ctx.factor",
+        "torch.ones_like(gradient) * ctx.factor",
+        "test_the_gradient_that_comes_in_is_passed_on",
+    ),
+    Fault(
+        "backward is a collective",
+        "loss.py",
+        "        return gradient * ctx.factor",
+        "        dist.all_reduce(gradient := gradient.clone())\n        return gradient * ctx.factor",
+        "test_backward_needs_nobody_else",
+    ),
+    Fault(
+        "mean and sum swapped",
+        "loss.py",
+        '{"mean": _size(group), "sum": 1}',
+        '{"mean": 1, "sum": _size(group)}',
+        "test_weighted_all_reduce_is_the_loss_of_one_process",
+    ),
+    Fault(
+        "divided by the world, not the group",
+        "loss.py",
+        "return dist.get_world_size(group)",
+        "return dist.get_world_size()",
+        "test_weighted_all_reduce_is_the_loss_of_one_process",
+    ),
+    Fault(
+        "an unknown reduction is let through",
+        "loss.py",
+        "if gradient_reduction not in factors:",
+        "if False:",
+        "test_bad_input_fails_early_on_every_rank",
+    ),
+    Fault(
+        "divided by no weight",
+        "loss.py",
+        "denominator.masked_fill(denominator == 0, 1)",
+        "denominator",
+        "test_no_weight_anywhere_gives_zero",
+    ),
+    Fault(
+        "weights clamped to 1",
+        "loss.py",
+        "denominator.masked_fill(denominator == 0, 1)",
+        "denominator.clamp(min=1)",
+        "test_fractional_weights",
+    ),
+    Fault(
+        "the weight is differentiated",
+        "loss.py",
+        "device=loss.device).detach()",
+        "device=loss.device)",
+        "test_the_weight_is_not_differentiated",
+    ),
+    Fault(
+        "mean of means",
+        "loss.py",
+        "torch.stack([numerator, denominator])",
+        "torch.stack([numerator / denominator.clamp(min=1), torch.ones_like(denominator)])",
+        "test_token_mean_is_the_mean_of_one_process",
+    ),
+    Fault(
+        "summed in bf16",
+        "loss.py",
+        "return x.to(torch.promote_types(x.dtype, torch.float32))",
+        "return x",
+        "test_at_least_fp32",
+    ),
+    Fault(
+        "fp64 lost",
+        "loss.py",
+        "return x.to(torch.promote_types(x.dtype, torch.float32))",
+        "return x.float()",
+        "test_at_least_fp32",
+    ),
+    Fault(
+        "the input is summed in place",
+        "loss.py",
+        "total = x.clone()",
+        "total = x",
+        "test_inputs_are_left_as_they_were",
+    ),
+    Fault(
+        "token_mean for an engine that sums",
+        "loss.py",
+        "group, gradient_divisor)",
+        "group, 1)",
+        "test_token_mean_is_the_mean_of_one_process",
+    ),
+    Fault(
+        "divisor 0 is let through",
+        "loss.py",
+        "if gradient_divisor <= 0:",
+        "if gradient_divisor < 0:",
+        "test_bad_input_fails_early_on_every_rank",
+    ),
+    Fault(
+        "per-token losses are let through",
+        "loss.py",
+        "if loss.dim() or weight.dim():",
+        "if False:",
+        "test_bad_input_fails_early_on_every_rank",
+    ),
+    Fault(
+        "a group of others is let through",
+        "loss.py",
+        "if dist.get_rank(group) < 0:",
+        "if False:",
+        "test_a_group_of_others_is_refused",
+    ),
+]

@@ -1,0 +1,34 @@
+"""Each fault of faults.py is put into a copy of the snippets, and the test that it names must fail."""
+
+import shutil
+import sys
+
+import pytest
+
+from faults import FAULTS
+from records import ROOT
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.snippet}: {fault.name}")
+def test_fault_is_caught(fault, pytester, monkeypatch, request):
+    copy = shutil.copytree(ROOT / "snippets", pytester.path / "snippets")
+    text = (copy / fault.snippet).read_text()
+    assert text.count(fault.right) == 1, "the snippet has changed: the fault no longer applies to one place"
+    (copy / fault.snippet).write_text(text.replace(fault.right, fault.wrong))
+
+    for name, module in list(sys.modules.items()):  # a fresh import of the snippets and of their tests
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(str(ROOT / "snippets")) or name.startswith("test_"):
+            monkeypatch.delitem(sys.modules, name)
+    run = pytester.inline_run(
+        f"{ROOT}/tests/test_{fault.snippet}::{fault.caught_by}",
+        f"--config-file={ROOT}/pyproject.toml",
+        f"--device={request.config.option.device}",
+        f"--override-ini=pythonpath={copy} {ROOT}/tests",
+        "--override-ini=rank_timeout=2",
+        "--exitfirst",
+        "-pno:cacheprovider",
+    )
+    passed, skipped, failed = run.listoutcomes()
+    assert not skipped
+    assert [report.when for report in failed] == ["call"], f"not caught: {len(passed)} tests passed"

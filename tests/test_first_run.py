@@ -1,0 +1,42 @@
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from first_run import MEAN_LOSS, NUM_LABELS
+from records import ROOT
+
+COMMAND = "torchrun --nproc-per-node 4 snippets/first_run.py"
+# sample 0: (1·7 + 2·1) / 8, sample 1: (3·30 + 4·2) / 32, the step: (9 + 98) / 40
+EXPECTED = {"the sample's": [9 / 8, 9 / 8, 98 / 32, 98 / 32], "the step's": [107 / 40] * 4}
+
+
+def number_after(word, line):
+    return float(line.partition(f"{word} ")[2].partition(",")[0])
+
+
+def test_the_ranks_agree(run_script):
+    outputs = run_script(ROOT / "snippets" / "first_run.py", world_size=4)
+    for rank, output in enumerate(outputs):
+        for word, numbers in EXPECTED.items():
+            assert number_after(word, output) == pytest.approx(numbers[rank], abs=5e-5)
+
+
+def test_through_torchrun_as_the_page_shows_it(recorded):
+    torchrun = Path(sys.executable).with_name("torchrun")
+    run = subprocess.run([torchrun, *COMMAND.split()[1:]], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    recorded("first-run.txt", f"$ {COMMAND}\n{run.stdout}")
+
+
+def test_three_means_of_the_same_labels(recorded):
+    tokens = [[loss] * labels for loss, labels in zip(MEAN_LOSS, NUM_LABELS, strict=True)]
+    samples = [tokens[0] + tokens[1], tokens[2] + tokens[3]]
+    means = {
+        "of the ranks' means": statistics.mean(MEAN_LOSS),
+        "of the samples' token means": statistics.mean(statistics.mean(sample) for sample in samples),
+        "of all tokens in the step": statistics.mean(samples[0] + samples[1]),
+    }
+    recorded("loss-three-means.txt", "".join(f"{name:28} {mean:.4f}\n" for name, mean in means.items()))

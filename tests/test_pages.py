@@ -1,0 +1,225 @@
+"""The contract between pages and code: what a reader sees is what the tests run.
+
+Every Python block is a snippet or a named section of one; every output block is a file that a test writes and
+compares; every command is one that a test or .ci/run runs; the site builds without a warning and asks nobody else.
+"""
+
+import html.parser
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+
+import pytest
+
+from records import OUTPUT, ROOT, load_records
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+SNIPPETS = sorted((ROOT / "snippets").rglob("*.py"))
+FENCE = re.compile(
+    r"^(?P<indent>[ \t>]*)(?P<ticks>`{3,}|~{3,})(?P<info>[^\n]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks)", re.S | re.M
+)
+MARKER = re.compile(r"^[ \t]*# --8<-- \[(?P<kind>start|end):(?P<name>[\w-]+)\]\n", re.M)
+INCLUDE = re.compile(r'--8<-- "(?P<file>[^":]+)(:(?P<section>[\w-]+))?"')
+# What .ci/run takes from README.md and runs, see test_ci_runs_what_the_readme_says.
+README_COMMAND = "python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s {session}"
+RUN_BY_CI = {README_COMMAND.format(session=session) for session in ("serve", "docs-test")}
+
+
+def sections(snippet: str) -> dict[str, str]:
+    """The named sections of a snippet's text, without markers inside them. Raises where one does not end."""
+    found = {}
+    for start in MARKER.finditer(snippet):
+        if start["kind"] == "start":
+            end = re.search(rf"^[ \t]*# --8<-- \[end:{start['name']}\]", snippet[start.end() :], re.M)
+            assert end, f"section {start['name']} does not end"
+            assert start["name"] not in found, f"section {start['name']} stands twice"
+            found[start["name"]] = MARKER.sub("", snippet[start.end() : start.end() + end.start()])
+    return found
+
+
+def problems_of(page: str) -> list[str]:
+    """What in a page's Markdown breaks the contract."""
+    problems = []
+    for fence in FENCE.finditer(page):
+        language = fence["info"].strip(" {}.").split(" ")[0]
+        lines = [line.strip(" \t>") for line in fence["body"].splitlines() if line.strip(" \t>")]
+        includes = [INCLUDE.fullmatch(line) for line in lines]
+        if language not in ("python", "text", "console"):
+            problems.append(f"a block of language {language!r}: use python, text or console")
+        elif language == "console" and not any(includes):
+            commands = [line.removeprefix("$ ") for line in lines]
+            problems += [f"a command that nothing runs: {line}" for line in commands if line not in RUN_BY_CI]
+        elif len(lines) != 1 or not includes[0]:
+            problems.append(f"a {language} block typed by hand: {lines[:1]}")
+        else:
+            problems += problems_of_include(language, includes[0]["file"], includes[0]["section"])
+    if re.search(r"<(pre|code)\b", page):
+        problems.append("code as HTML: use a fenced block")
+    return problems
+
+
+def problems_of_include(language: str, file: str, section: str | None) -> list[str]:
+    home = "snippets/" if language == "python" else "docs/_data/output/"
+    path = ROOT / file
+    if not file.startswith(home):
+        return [f"a {language} block from {file}, not from {home}"]
+    if not path.is_file():
+        return [f"{file} is missing"]
+    if section and section not in sections(path.read_text()):
+        return [f"{file} has no section {section!r}"]
+    return []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_page_shows_only_what_is_run(page):
+    assert problems_of(page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "problem"),
+    [
+        ("```python\nprint(1)\n```\n", "typed by hand"),
+        ("``` { .python .annotate }\nprint(1)\n```\n", "typed by hand"),
+        ("~~~python\nprint(1)\n~~~\n", "typed by hand"),
+        ("!!! note\n\n    ```python\n    print(1)\n    ```\n", "typed by hand"),
+        ("> ```python\n> print(1)\n> ```\n", "typed by hand"),
+        ("```py\nprint(1)\n```\n", "language 'py'"),
+        ("```\nprint(1)\n```\n", "language ''"),
+        ("<pre>print(1)</pre>", "code as HTML"),
+        ('```python\n--8<-- "snippets/loss.py:weighted"\nx = 1\n```\n', "typed by hand"),
+        ('```python\n--8<-- "snippets/loss.py:no-such"\n```\n', "no section"),
+        ('```python\n--8<-- "snippets/no_such.py"\n```\n', "is missing"),
+        ('```python\n--8<-- "tests/faults.py"\n```\n', "not from snippets/"),
+        ("```text\nrank 0: 3\n```\n", "typed by hand"),
+        ('```text\n--8<-- "docs/_data/output/no-such.txt"\n```\n', "is missing"),
+        ("```console\n$ rm -rf /\n```\n", "a command that nothing runs"),
+    ],
+)
+def test_the_contract_can_be_broken(page, problem):
+    assert [problem in found for found in problems_of(page)] == [True]
+
+
+def test_the_contract_can_be_kept():
+    page = (
+        '```python\n--8<-- "snippets/loss.py:weighted"\n```\n\n    ```console\n    $ ' + min(RUN_BY_CI) + "\n    ```\n"
+    )
+    assert len(FENCE.findall(page)) == 2
+    assert problems_of(page) == []
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda path: path.name)
+def test_snippet_is_shown_and_tested(snippet):
+    name = snippet.relative_to(ROOT / "snippets").as_posix()
+    sections(snippet.read_text())
+    assert (ROOT / "tests" / name).with_name(f"test_{snippet.name}").exists()
+    assert any(f'"snippets/{name}' in page.read_text() for page in PAGES), "no page shows it"
+
+
+@pytest.mark.parametrize("output", sorted(OUTPUT.glob("*")), ids=lambda path: path.name)
+def test_output_is_shown_and_compared(output):
+    assert any(f'"docs/_data/output/{output.name}"' in page.read_text() for page in PAGES), "no page shows it"
+    assert any(f'recorded("{output.name}"' in test.read_text() for test in (ROOT / "tests").rglob("test_*.py"))
+
+
+def test_ci_runs_what_the_readme_says():
+    readme, script = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    for command in RUN_BY_CI:
+        assert f"$ {command}\n" in readme
+    assert r"sed -n 's/^ *\$ \(python3 -m venv .* -s '" in script, "it takes the commands from README.md"
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda path: path.name)
+def test_record_on_the_default_torch_is_fresh(snippet, request):
+    if request.config.option.record or "@pytest.mark.distributed" not in test_of(snippet):
+        return  # being written in this very run; or run as a script, whose output is compared instead
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    torch = next(line.removeprefix("torch==") for line in groups["test"] if line.startswith("torch=="))
+    records = [
+        record
+        for record in load_records()
+        if (ROOT / "snippets" / record["snippet"], record["torch"], record["device"]) == (snippet, torch, "CPU")
+    ]
+    assert records, f"never recorded on torch {torch}: nox -s docs-test -- --record"
+    assert not any(record["stale"] for record in records), "the code has changed since: nox -s docs-test -- --record"
+    assert {record["outcome"] for record in records} == {"passed"}
+
+
+def test_of(snippet):
+    name = snippet.relative_to(ROOT / "snippets")
+    return (ROOT / "tests" / name.with_name(f"test_{name.name}")).read_text()
+
+
+# ------------------------------------------------------------------------------------- the built site
+
+
+class Built(html.parser.HTMLParser):
+    """The code blocks of a page, and the addresses that a browser fetches for it."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.blocks, self.fetched, self.in_block = [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if tag == "pre":
+            self.blocks.append("")
+            self.in_block = True
+        if tag != "a":
+            self.fetched += [attributes[name] for name in ("src", "href", "srcset", "data") if attributes.get(name)]
+
+    def handle_endtag(self, tag):
+        self.in_block = self.in_block and tag != "pre"
+
+    def handle_data(self, data):
+        if self.in_block:
+            self.blocks[-1] += data
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("material", reason="the site was not built: mkdocs-material is not installed")
+    target = tmp_path_factory.mktemp("site")
+    build = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", target],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert build.returncode == 0, build.stderr
+    return target
+
+
+def test_every_block_that_a_reader_sees_is_run(site):
+    """Also what the Markdown hides from the check above: indented blocks, other fences, macros."""
+    shown = {normal(file.read_text()) for file in OUTPUT.glob("*")} | {normal(f"$ {line}") for line in RUN_BY_CI}
+    for snippet in SNIPPETS:
+        text = snippet.read_text()
+        shown |= {normal(section) for section in sections(text).values()} | {normal(MARKER.sub("", text))}
+    pages = {page: Built(page.read_text()) for page in site.rglob("*.html")}
+    typed = [
+        (page.name, block) for page, built in pages.items() for block in built.blocks if normal(block) not in shown
+    ]
+    assert typed == []
+    assert sum(len(built.blocks) for built in pages.values()) >= len(SNIPPETS)
+
+
+def normal(block: str) -> str:
+    return textwrap.dedent(block).strip()
+
+
+def test_a_page_asks_no_third_party(site):
+    addresses = [address for page in site.rglob("*.html") for address in Built(page.read_text()).fetched]
+    styles = [url for sheet in site.rglob("*.css") for url in re.findall(r"url\(([^)]*)\)", sheet.read_text())]
+    assert [address for address in addresses + styles if re.match(r"[\"']?(https?:)?//", address)] == []
+    assert addresses
+
+
+def test_snippets_can_be_downloaded(site):
+    for snippet in SNIPPETS:
+        published = (site / snippet.relative_to(ROOT)).read_text()
+        assert published == MARKER.sub("", snippet.read_text())
