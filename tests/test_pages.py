@@ -133,7 +133,7 @@ def test_ci_runs_what_the_readme_says():
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda path: path.name)
 def test_record_on_the_default_torch_is_fresh(snippet, request):
-    if request.config.option.record or "@pytest.mark.distributed" not in test_of(snippet):
+    if request.config.option.record or "@pytest.mark.distributed" not in suite_of(snippet):
         return  # being written in this very run; or run as a script, whose output is compared instead
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     torch = next(line.removeprefix("torch==") for line in groups["test"] if line.startswith("torch=="))
@@ -147,7 +147,7 @@ def test_record_on_the_default_torch_is_fresh(snippet, request):
     assert {record["outcome"] for record in records} == {"passed"}
 
 
-def test_of(snippet):
+def suite_of(snippet):
     name = snippet.relative_to(ROOT / "snippets")
     return (ROOT / "tests" / name.with_name(f"test_{name.name}")).read_text()
 
