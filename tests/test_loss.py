@@ -10,14 +10,16 @@ from loss import sum_over_group, token_mean, weighted_all_reduce
 from process_groups import create_mesh, create_parallel_groups
 
 SEQUENCE, HIDDEN, VOCABULARY = 16, 5, 7
-# Valid labels of each rank's slice, by world size: no two replicas and no two ranks alike, and one without any.
-VALID = {1: [11], 2: [3, 12], 4: [7, 1, 0, 13]}
-GRIDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+# Valid labels of each rank's slice, repeated over more ranks: neighbours and replicas differ, and one has none.
+VALID = [7, 1, 0, 13, 3, 12]
 every_grid = pytest.mark.parametrize(
     "sp_size",
     [
-        pytest.param(sp, marks=pytest.mark.distributed(world_size=world), id=f"dp-{world // sp}-sp-{sp}")
-        for world, sp in GRIDS
+        *(
+            pytest.param(sp, marks=pytest.mark.distributed(world_size=world), id=f"dp-{world // sp}-sp-{sp}")
+            for world, sp in [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]
+        ),
+        pytest.param(None, marks=pytest.mark.distributed, id="dp-1-sp-all"),  # 4 ranks, or --world-size
     ],
 )
 
@@ -28,8 +30,8 @@ def problem(device, dtype=torch.float64):
     world = dist.get_world_size()
     hidden = torch.randn(world, SEQUENCE, HIDDEN, generator=generator, dtype=torch.float64)
     labels = torch.randint(VOCABULARY, (world, SEQUENCE), generator=generator)
-    for rank, valid in enumerate(VALID[world]):
-        labels[rank, torch.randperm(SEQUENCE, generator=generator)[valid:]] = -100
+    for rank in range(world):
+        labels[rank, torch.randperm(SEQUENCE, generator=generator)[VALID[rank % len(VALID)] :]] = -100
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64).to(device, dtype)
     return hidden.to(device, dtype), labels.to(device), weight.requires_grad_()
 
@@ -71,6 +73,7 @@ def same_bits_on_all(group, value):
 @pytest.mark.parametrize("gradient_reduction", ["mean", "sum"])
 @every_grid
 def test_weighted_all_reduce_is_the_loss_of_one_process(sp_size, gradient_reduction, device):
+    sp_size = sp_size or dist.get_world_size()
     hidden, labels, weight = problem(device)
     groups = create_parallel_groups(sp_size)
     rank = dist.get_rank()
@@ -80,9 +83,9 @@ def test_weighted_all_reduce_is_the_loss_of_one_process(sp_size, gradient_reduct
     loss = weighted_all_reduce(local, num_valid, groups.sp, gradient_reduction=gradient_reduction)
 
     replica = slice(groups.dp_rank * sp_size, (groups.dp_rank + 1) * sp_size)
-    if sum(VALID[dist.get_world_size()][replica]):
+    if (labels[replica] >= 0).any():
         expected = mean_of_replicas(hidden[replica], labels[replica], weight, sp_size)
-        torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     else:
         assert loss.item() == 0
     assert loss.shape == ()
@@ -130,7 +133,8 @@ def test_with_an_engine_that_averages_over_all_ranks(engine, form, device):
         local_sum = F.cross_entropy(logits, labels[rank], reduction="sum")
         token_mean(local_sum, num_valid, None, gradient_divisor=4).backward()
     actual = head.weight.grad
-    actual = actual.full_tensor() if hasattr(actual, "full_tensor") else actual
+    if engine is fsdp2:  # each rank has some rows; full_tensor() crashes on gloo with CUDA tensors, torch 2.11
+        actual, expected = actual.to_local(), expected.chunk(4)[rank]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -275,12 +279,12 @@ def test_inputs_are_left_as_they_were(device):
 def test_token_mean_is_the_mean_of_one_process(sp_size, divisor, device):
     hidden, labels, weight = problem(device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    divisor = world if divisor == "all ranks" else world // sp_size
+    divisor = world if divisor == "all ranks" else world // (sp_size or world)
     local_sum = F.cross_entropy(hidden[rank] @ weight.T, labels[rank], reduction="sum")
     loss = token_mean(local_sum, (labels[rank] >= 0).sum(), None, gradient_divisor=divisor)
 
     reference = mean_of_tokens(hidden, labels, weight)
-    torch.testing.assert_close(loss, reference, rtol=1e-13, atol=0)
+    torch.testing.assert_close(loss, reference, rtol=1e-12, atol=0)
     assert loss.shape == ()
     assert same_bits_on_all(None, loss)
     actual = reduced(gradient_of(loss, weight), divisor)
@@ -331,6 +335,7 @@ def preference_loss(chosen, rejected):
 @every_grid
 def test_a_loss_of_sums_over_the_sequence(sp_size, gradient_reduction, device):
     """DPO's shape: the log-probability of a whole sample, two samples, then a non-linear step."""
+    sp_size = sp_size or dist.get_world_size()
     hidden, labels, weight = problem(device)
     groups = create_parallel_groups(sp_size)
     rank = dist.get_rank()

@@ -13,17 +13,24 @@ GROUPS = {
     (2, 2): {"sp": [[0, 1]], "dp": [[0], [1]]},
     (4, 1): {"sp": [[0], [1], [2], [3]], "dp": [[0, 1, 2, 3]]},
     (4, 2): {"sp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]]},
-    (4, 4): {"sp": [[0, 1, 2, 3]], "dp": [[0], [1], [2], [3]]},
     (6, 2): {"sp": [[0, 1], [2, 3], [4, 5]], "dp": [[0, 2, 4], [1, 3, 5]]},
     (6, 3): {"sp": [[0, 1, 2], [3, 4, 5]], "dp": [[0, 3], [1, 4], [2, 5]]},
 }
 every_grid = pytest.mark.parametrize(
     ("sp_size", "groups"),
     [
-        pytest.param(sp, groups, marks=pytest.mark.distributed(world_size=world), id=f"{world}-ranks-sp-{sp}")
-        for (world, sp), groups in GROUPS.items()
+        *(
+            pytest.param(sp, groups, marks=pytest.mark.distributed(world_size=world), id=f"{world}-ranks-sp-{sp}")
+            for (world, sp), groups in GROUPS.items()
+        ),
+        pytest.param(None, None, marks=pytest.mark.distributed, id="all-ranks-in-one"),  # 4 ranks, or --world-size
     ],
 )
+
+
+def of_all_ranks():
+    world = dist.get_world_size()
+    return world, {"sp": [[*range(world)]], "dp": [[rank] for rank in range(world)]}
 
 
 def group_of(rank, groups):
@@ -32,6 +39,7 @@ def group_of(rank, groups):
 
 @every_grid
 def test_each_rank_is_in_its_groups(sp_size, groups, device):
+    sp_size, groups = (sp_size, groups) if sp_size else of_all_ranks()
     parallel = create_parallel_groups(sp_size)
     rank = dist.get_rank()
     sp, dp = group_of(rank, groups["sp"]), group_of(rank, groups["dp"])
@@ -50,6 +58,7 @@ def test_each_rank_is_in_its_groups(sp_size, groups, device):
 @every_grid
 def test_mesh_is_the_same_grid(sp_size, groups, device):
     pytest.importorskip("torch.distributed.device_mesh", reason="create_mesh needs torch 2.2")
+    sp_size = sp_size or dist.get_world_size()
     mesh = create_mesh(sp_size, device)
     parallel = create_parallel_groups(sp_size)
     assert mesh.mesh_dim_names == ("dp", "sp")
