@@ -1,4 +1,4 @@
-"""FAULTY, shown as a warning: the weighted loss through torch's functional all_gather."""
+"""FAULTY, shown as a warning: the loss by torch's functional all_gather."""
 
 import torch
 import torch.distributed.nn.functional as dist_fn
@@ -6,9 +6,10 @@ import torch.distributed.nn.functional as dist_fn
 
 # --8<-- [start:faulty]
 def all_gather_loss(loss, weight, group):
-    """The widespread recipe. Right forward; backward fails in groups that do not begin at rank 0."""
+    """Right forward; backward fails in groups that do not begin at rank 0."""
+    weight = torch.as_tensor(weight, dtype=loss.dtype)
     losses = torch.stack(dist_fn.all_gather(loss, group=group))
-    weights = torch.stack(dist_fn.all_gather(torch.as_tensor(weight, dtype=loss.dtype), group=group))
+    weights = torch.stack(dist_fn.all_gather(weight, group=group))
     return (losses * weights).sum() / weights.sum()
 
 

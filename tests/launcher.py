@@ -7,11 +7,14 @@ shows where every rank stands (ranks.py, rank_main.py).
 import ast
 import marshal
 import pickle
+import sys
 import unittest
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -66,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in distributed:
         if issubclass(getattr(item, "cls", None) or object, unittest.TestCase):
             raise pytest.UsageError(f"{item.nodeid}: the distributed mark does not work on unittest.TestCase")
-    if distributed:
+    if distributed and not distributed[0].config.option.collectonly:
         start_server()
 
 
@@ -77,12 +80,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     __tracebackhide__ = True
     mark = _read_mark(pyfuncitem, *marker.args, **marker.kwargs)
+    # As collected: what a subclass or another module took over is not what the function itself says.
+    names = [pyfuncitem.cls.__qualname__] if pyfuncitem.cls else []
     outputs = _run_function(
         pyfuncitem,
-        pyfuncitem.function,
+        pyfuncitem.module,
+        ".".join([*names, pyfuncitem.originalname]),
         {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames},
-        world_size=mark.world_size or pyfuncitem.config.option.world_size,
-        timeout=mark.timeout or float(pyfuncitem.config.getini("rank_timeout")),
+        world_size=pyfuncitem.config.option.world_size if mark.world_size is None else mark.world_size,
+        timeout=float(pyfuncitem.config.getini("rank_timeout")) if mark.timeout is None else mark.timeout,
     )
     for number, output in enumerate(outputs):
         if output:
@@ -90,17 +96,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _run_function(item: pytest.Function, function, arguments: dict, *, world_size: int, timeout: float) -> list[str]:
+def _run_function(
+    item: pytest.Function, module: ModuleType, qualname: str, arguments: dict, *, world_size: int, timeout: float
+) -> list[str]:
     __tracebackhide__ = True
     config = item.config
     backend = backend_for(config.option.device, world_size)
-    path = Path(function.__code__.co_filename)
+    path = Path(module.__file__)
     directory = item._request.getfixturevalue("tmp_path_factory").mktemp("ranks")
     work = rank_main.Body(
-        module=function.__module__,
+        module=module.__name__,
         path=str(path),
         code=_rewritten_code(path, path.stat().st_mtime_ns),
-        qualname=function.__qualname__,
+        qualname=qualname,
         arguments=_pickled(arguments),
         backend=backend,
         device=config.option.device,
@@ -153,7 +161,7 @@ def _pickled(arguments: dict) -> bytes:
                 f"body, or pass a name and look it up there ({error})",
                 pytrace=False,
             )
-    return pickle.dumps(arguments)
+    return pickle.dumps((arguments, warnings.filters))
 
 
 @pytest.fixture
@@ -169,19 +177,23 @@ def launch(request: pytest.FixtureRequest):
 
     def run(function, *, world_size: int, timeout: float, **arguments) -> list[str]:
         __tracebackhide__ = True
-        return _run_function(request.node, function, arguments, world_size=world_size, timeout=timeout)
+        module = sys.modules[function.__module__]
+        return _run_function(
+            request.node, module, function.__qualname__, arguments, world_size=world_size, timeout=timeout
+        )
 
     return run
 
 
 @pytest.fixture
-def run_script(request: pytest.FixtureRequest, tmp_path: Path):
+def run_script(tmp_path_factory: pytest.TempPathFactory):
     """`run_script(path, *arguments, world_size=4)` runs a script as torchrun would; returns each rank's output."""
 
     def run(path: str | Path, *arguments: str, world_size: int, timeout: float = 60.0) -> list[str]:
         __tracebackhide__ = True
         script = rank_main.Script(str(path), arguments)
-        return run_on_ranks(script, world_size=world_size, timeout=timeout, directory=tmp_path / "ranks")
+        directory = tmp_path_factory.mktemp("ranks")
+        return run_on_ranks(script, world_size=world_size, timeout=timeout, directory=directory)
 
     return run
 

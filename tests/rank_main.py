@@ -6,8 +6,8 @@ another.
 """
 
 import faulthandler
-import importlib.machinery
 import importlib.util
+import io
 import marshal
 import os
 import pickle
@@ -16,10 +16,13 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import parent_process
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -32,7 +35,7 @@ class Body:
     path: str
     code: bytes  # the module's code with pytest's assertion rewriting, marshalled
     qualname: str
-    arguments: bytes  # pickled dict; unpickled once the module is there, since values may come from it
+    arguments: bytes  # pickled dict, and the warning filters; unpickled once the module is there to look up its names
     backend: str
     device: str
     rendezvous: str  # path of a file that is not there yet
@@ -45,29 +48,46 @@ class Body:
             import torch
 
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        module = self._load()
-        function = module
-        for name in self.qualname.split("."):
-            owner, function = function, getattr(function, name)
-        if isinstance(owner, type):
-            function = getattr(owner(), self.qualname.split(".")[-1])
-        arguments = {
-            name: pytest.MonkeyPatch() if value is MonkeyPatchOfRank else value
-            for name, value in pickle.loads(self.arguments).items()
-        }
+        owner = self._load()
+        *classes, name = self.qualname.split(".")
+        for class_name in classes:
+            owner = getattr(owner, class_name)
+        function = getattr(owner() if classes else owner, name)
+        arguments, filters = pickle.loads(self.arguments)
+        for name, value in arguments.items():
+            if value is MonkeyPatchOfRank:
+                arguments[name] = pytest.MonkeyPatch()
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # A file, not torchrun's TCPStore: a TCPStore client looks up the name of its peer's address, which takes
         # seconds where the name server is slow.
         store = dist.FileStore(self.rendezvous, world_size)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size)
-        function(**arguments)
+        warnings.resetwarnings()
+        warnings.filters.extend(filters)
+        if (result := function(**arguments)) is not None:
+            raise TypeError(f"the body must return None, as every test; it returned {type(result).__name__}")
 
     def _load(self):
+        parents = self.module.split(".")[:-1]
+        for name in [".".join(parents[: end + 1]) for end in range(len(parents))]:
+            try:
+                importlib.import_module(name)
+            except ImportError:  # under --import-mode=importlib it need not be a package
+                sys.modules[name] = ModuleType(name)
         spec = importlib.util.spec_from_file_location(self.module, self.path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[self.module] = module
+        SourceFileLoader.path_stats = _path_stats
         exec(marshal.loads(self.code), module.__dict__)
         return module
+
+
+def _path_stats(loader: SourceFileLoader, path: str, stats=SourceFileLoader.path_stats) -> dict:
+    """Bytecode knows its source by second and size: what was changed just now is read from the source instead."""
+    found = stats(loader, path)
+    if time.time() - found["mtime"] < 10:
+        raise OSError("fresh")
+    return found
 
 
 class MonkeyPatchOfRank:
@@ -104,6 +124,7 @@ def main(work, environment: dict[str, str], connection: Connection, log: str, st
 
     connection.send((*_outcome(work, tbstyle), time.monotonic()))
     connection.recv()  # "everybody is done"; where a rank failed, this process is ended here instead
+    faulthandler.unregister(signal.SIGUSR1)  # otherwise it thinks that its handler is there still
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
 
     distributed = sys.modules.get("torch.distributed")
@@ -116,7 +137,6 @@ def _outcome(work, tbstyle: str) -> tuple[str, str, str]:
     error = _error_of(work)
     # From here on this rank has an outcome to tell, and no longer a place where it stands.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    sys.stdout.flush()
     if error is None:
         return "passed", "", ""
     if isinstance(error, pytest.skip.Exception):
@@ -142,7 +162,7 @@ def _error_of(work) -> BaseException | None:
 
 def _traceback(error: BaseException, tbstyle: str) -> str:
     frames = error.__traceback__
-    while frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
+    while frames.tb_next and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         frames = frames.tb_next
     return str(pytest.ExceptionInfo.from_exception(error.with_traceback(frames)).getrepr(style=tbstyle))
 
@@ -151,8 +171,16 @@ def _write_output_to(log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdout, sys.stderr = (
+        # unbuffered as under `python -u`: what a rank printed before it was killed is there
+        io.TextIOWrapper(
+            open(stream, "wb", buffering=0, closefd=False),
+            encoding="utf-8",
+            errors="backslashreplace",
+            write_through=True,
+        )
+        for stream in (1, 2)
+    )
 
 
 def _end_with_parent() -> None:

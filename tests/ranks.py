@@ -8,14 +8,18 @@ import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import signal
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import groupby, takewhile
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import rank_main
@@ -32,7 +36,8 @@ PRELOAD = [
     "torch.distributed.nn.functional",
     "torch.testing._internal.distributed.fake_pg",
 ]
-SHOWN_OUTPUT = 20_000  # characters of each rank's output in a report
+SHOWN_OUTPUT = 20_000  # bytes of each rank's output in a report, and characters of its traceback
+SHOWN_TITLE = 500
 GRACE = 5.0  # seconds in which all ranks say where they stand, or leave once everybody is done
 
 _context = multiprocessing.get_context("forkserver")
@@ -52,23 +57,37 @@ class Rank:
 
     @property
     def output(self) -> str:
-        text = self.log.read_text("utf-8", errors="replace") if self.log.exists() else ""
-        cut = len(text) - SHOWN_OUTPUT
-        return text if cut <= 0 else f"[… {cut} characters]\n{text[cut:]}"
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as file:
+            cut = max(0, file.seek(0, os.SEEK_END) - SHOWN_OUTPUT)
+            file.seek(cut)
+            text = file.read(SHOWN_OUTPUT).decode("utf-8", errors="replace")
+        return f"[… {cut} bytes]\n{text}" if cut else text
 
     def hear(self) -> None:
-        """Takes what the rank has to say: a message, or its death."""
-        if self.connection.poll():
-            with contextlib.suppress(EOFError, ConnectionError):
+        """Takes what the rank has to say: a message, or its death, which may follow the message."""
+        if self.state == "running" and self.connection.poll():
+            try:
                 self.state, self.summary, self.traceback, self.when = self.connection.recv()
                 return
-        if self.process.exitcode is not None:
-            self.state, self.summary = "died", _cause_of_death(self.process.exitcode)
+            except (EOFError, ConnectionError):
+                self.process.join(GRACE)  # on its way out, unless its body closed the pipe
+                if self.process.exitcode is None:
+                    self._dies("closed the pipe through which it reports")
+        if self.state != "died" and self.process.exitcode is not None:
+            self._dies(_cause_of_death(self.process.exitcode, "before" if self.state == "running" else "after"))
+
+    def _dies(self, cause: str) -> None:
+        self.state, self.summary, self.when = "died", cause, time.monotonic()
 
     def kill(self) -> None:
-        for kill in (os.killpg, os.kill):  # the group, with all that the rank started; itself if it has none yet
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(self.process.pid, signal.SIGKILL)
+        if self.process.pid is None:  # interrupted at its start
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with all that the rank started
+        self.process.kill()  # where it has no group of its own yet
+        self.process.join()
 
 
 def start_server() -> None:
@@ -87,6 +106,8 @@ def run_on_ranks(work, *, world_size: int, timeout: float, directory: Path, tbst
     the rank and its error; where all skip it is `pytest.skip`. No process outlives the call.
     """
     __tracebackhide__ = True
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}: a test needs at least 1 rank")
     start_server()
     directory.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
@@ -105,18 +126,16 @@ def run_on_ranks(work, *, world_size: int, timeout: float, directory: Path, tbst
             log, stacks = directory / f"rank{number}.log", directory / f"rank{number}.stacks"
             own = environment | _rank_environment(number, world_size)
             process = _context.Process(target=rank_main.main, args=(work, own, theirs, str(log), str(stacks), tbstyle))
+            ranks.append(Rank(number, process, ours, log, stacks))
             process.start()
             theirs.close()
-            ranks.append(Rank(number, process, ours, log, stacks))
         _wait_for(ranks, timeout)
         if all(rank.state == "skipped" for rank in ranks):
-            pytest.skip(ranks[0].summary)
+            raise pytest.skip.Exception(ranks[0].summary, _use_item_location=True)
         return [rank.output for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-        for rank in ranks:
-            rank.process.join()
             rank.connection.close()
 
 
@@ -136,44 +155,78 @@ def _rank_environment(rank: int, world_size: int) -> dict[str, str]:
 def _wait_for(ranks: list[Rank], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while running := [rank for rank in ranks if rank.state == "running"]:
-        ready = wait(
-            [end for rank in running for end in (rank.connection, rank.process.sentinel)], deadline - time.monotonic()
-        )
-        for rank in running:
+        ends = [rank.connection for rank in running] + [rank.process.sentinel for rank in ranks]
+        ready = wait(ends, deadline - time.monotonic())
+        for rank in ranks:
             rank.hear()
         if not ready or any(rank.state in ("failed", "died") for rank in ranks):
-            pytest.fail(_report(ranks, timeout), pytrace=False)
+            pytest.fail(_report(ranks, f"time limit of {timeout:g} s"), pytrace=False)
     if len({rank.state for rank in ranks}) > 1:
-        pytest.fail(_report(ranks, timeout), pytrace=False)
+        pytest.fail(_report(ranks, "not skipped by all"), pytrace=False)
 
     for rank in ranks:
-        rank.connection.send("everybody is done")
+        with contextlib.suppress(ConnectionError):  # it has died since; its exit code says how
+            rank.connection.send("everybody is done")
     deadline = time.monotonic() + GRACE
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
     if failed := [rank for rank in ranks if rank.process.exitcode != 0]:
         for rank in failed:
-            rank.state = "running" if rank.process.exitcode is None else "died"
-            rank.summary = "the body passed, but not the end of the process: "
-            rank.summary += "still there" if rank.state == "running" else _cause_of_death(rank.process.exitcode)
-        pytest.fail(_report(ranks, timeout), pytrace=False)
+            rank.hear()
+            if rank.process.exitcode is None:
+                rank.state = "running"
+        pytest.fail(_report(ranks, f"{GRACE:g} s after the end of all bodies"), pytrace=False)
 
 
-def _report(ranks: list[Rank], timeout: float) -> str:
+def _report(ranks: list[Rank], occasion: str) -> str:
     _ask_where_they_stand(ranks)
     # A rank that died took its connections along; what others raised after that is only the echo.
-    failed = sorted((rank for rank in ranks if rank.state == "failed"), key=lambda rank: rank.when)
-    culprits = [rank for rank in ranks if rank.state == "died"] + failed
-    if culprits:
-        first_line, _, _ = culprits[0].summary.partition("\n")
-        title = f"rank {culprits[0].number}: {first_line}"
-    elif running := [rank.number for rank in ranks if rank.state == "running"]:
-        title = f"time limit of {timeout:g} s: {_names(running)} did not finish"
+    died, failed = (
+        sorted((rank for rank in ranks if rank.state == state), key=lambda rank: rank.when)
+        for state in ("died", "failed")
+    )
+    if order := died + failed:
+        first_line, _, _ = order[0].summary.partition("\n")
+        title = _shortened(f"rank {order[0].number}: {first_line}", SHOWN_TITLE)
     else:
-        skipped = [rank.number for rank in ranks if rank.state == "skipped"]
-        title = f"{_names(skipped)} skipped the test, the others did not"
-    order = culprits + [rank for rank in ranks if rank not in culprits]
+        groups = _by_progress(ranks)
+        title = f"{occasion}: " + ", ".join(f"{_names(group)} {progress}" for progress, group in groups if group)
+        order = [rank for _, group in groups for rank in group]
+    order += [rank for rank in ranks if rank not in order]
     return "\n".join([title, *(_section(rank) for rank in order)])
+
+
+def _by_progress(ranks: list[Rank]) -> list[tuple[str, list[Rank]]]:
+    """Where nobody failed: first those that the others probably wait for."""
+    states = ("skipped", "passed", "running")
+    skipped, passed, running = ([rank for rank in ranks if rank.state == state] for state in states)
+    late, place = _late(running)
+    rest = [rank for rank in running if rank not in late]
+    return [("skipped", skipped), ("had finished", passed), (place, late), ("did not finish", rest)]
+
+
+def _late(running: list[Rank]) -> tuple[list[Rank], str]:
+    """Ranks that stand outside of torch while others wait within, or else the fewest that stand together."""
+    groups = defaultdict(list)
+    for rank in running:
+        groups[_calls(rank)].append(rank)
+    order = sorted((calls[-1:] == ("torch",), len(group), calls, group) for calls, group in groups.items())
+    if len(order) < 2 or order[0][:2] == order[1][:2]:
+        return [], ""
+    _, _, calls, late = order[0]
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(calls, order[1][2], strict=False)))
+    return late, f"stood at {calls[min(common, len(calls) - 1)]}" if calls else "did not answer"
+
+
+def _calls(rank: Rank) -> tuple[str, ...]:
+    """`file:line` of the calls that the rank's main thread is in, outermost first; `torch` for those within torch."""
+    main_thread = _stack(rank).split("\n\n")[-1]
+    torch_files = str(Path(torch.__file__).parent)
+    calls = [
+        "torch" if file.startswith(torch_files) else f"{Path(file).name}:{line}"
+        for file, line in re.findall(r'File "(.+)", line (\d+)', main_thread)[::-1]
+    ]
+    return tuple(call for call, _ in groupby(calls))
 
 
 def _section(rank: Rank) -> str:
@@ -186,9 +239,9 @@ def _section(rank: Rank) -> str:
     }[rank.state]
     parts = [f" rank {rank.number}: {headline} ".center(80, "-")]
     if rank.state == "running":
-        parts.append(_stack(rank))
+        parts.append(_stack(rank) or "(it did not answer)")
     if rank.traceback:
-        parts.append(rank.traceback)
+        parts.append(_shortened(rank.traceback, SHOWN_OUTPUT))
     if output := rank.output.strip("\n"):
         parts += [f" rank {rank.number}: output ".center(80, "."), output]
     return "\n".join(parts)
@@ -209,7 +262,12 @@ def _ask_where_they_stand(ranks: list[Rank]) -> None:
         time.sleep(0.02)
         for rank in running:
             rank.hear()
-        running = [rank for rank in running if rank.state == "running" and not _stack(rank)]
+        running = [rank for rank in running if rank.state == "running" and not _is_whole(rank.stacks)]
+
+
+def _is_whole(stacks: Path) -> bool:
+    """Whether faulthandler came to the end: the main thread's outermost call, or where it cuts a deep stack."""
+    return stacks.exists() and stacks.read_text().endswith(("in <module>\n", "  ...\n"))
 
 
 def _stack(rank: Rank) -> str:
@@ -219,11 +277,17 @@ def _stack(rank: Rank) -> str:
     return "\n\n".join(thread.split(f'\n  File "{rank_main.__file__}"')[0] for thread in threads).strip()
 
 
-def _cause_of_death(exitcode: int) -> str:
-    if exitcode < 0:
-        return f"killed by {signal.Signals(-exitcode).name}"
-    return f"ended with exit code {exitcode} before the end of its body"
+def _cause_of_death(exitcode: int, when: str) -> str:
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode} {when} the end of its body"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-exitcode, f'signal {-exitcode}')}" + (" after its body" if when == "after" else "")
 
 
-def _names(numbers: list[int]) -> str:
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+def _names(ranks: list[Rank]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank.number) for rank in ranks)
+
+
+def _shortened(text: str, length: int) -> str:
+    cut = len(text) - length
+    return text if cut <= 0 else f"{text[: length // 2]} [… {cut} characters …] {text[-length // 2 :]}"

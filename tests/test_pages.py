@@ -222,4 +222,4 @@ def test_a_page_asks_no_third_party(site):
 def test_snippets_can_be_downloaded(site):
     for snippet in SNIPPETS:
         published = (site / snippet.relative_to(ROOT)).read_text()
-        assert published == MARKER.sub("", snippet.read_text())
+        assert published == MARKER.sub("", snippet.read_text()).rstrip() + "\n"
