@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,4 +31,6 @@ def test_a_skipped_call_hangs_the_next_group(launch, recorded, device):
     with pytest.raises(pytest.fail.Exception) as hang:
         launch(make_a_group_that_others_skip, world_size=4, timeout=1.5, device=device)
     assert "in make_a_group_that_others_skip" in str(hang.value)
-    recorded("process-groups-skipped.txt", str(hang.value).splitlines()[0] + "\n")
+    # where each rank stands differs from run to run, in new_group or in the all-reduce
+    hanging = sorted(re.findall(r"rank \d: did not finish", str(hang.value)))
+    recorded("process-groups-skipped.txt", "".join(f"{line}\n" for line in hanging))
