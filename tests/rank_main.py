@@ -77,17 +77,8 @@ class Body:
         spec = importlib.util.spec_from_file_location(self.module, self.path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[self.module] = module
-        SourceFileLoader.path_stats = _path_stats
         exec(marshal.loads(self.code), module.__dict__)
         return module
-
-
-def _path_stats(loader: SourceFileLoader, path: str, stats=SourceFileLoader.path_stats) -> dict:
-    """Bytecode knows its source by second and size: what was changed just now is read from the source instead."""
-    found = stats(loader, path)
-    if time.time() - found["mtime"] < 10:
-        raise OSError("fresh")
-    return found
 
 
 class MonkeyPatchOfRank:
@@ -117,12 +108,13 @@ def main(work, environment: dict[str, str], connection: Connection, log: str, st
     _write_output_to(log)
     os.environ.clear()  # the server's environment is that of its start, not that of this test
     os.environ.update(environment)
+    SourceFileLoader.path_stats = _path_stats
     faulthandler.enable(sys.stderr)
     stack_file = open(f"{stacks}.new", "w")
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     os.rename(stack_file.name, stacks)  # now, and not before, the parent may send the signal
 
-    connection.send((*_outcome(work, tbstyle), time.monotonic()))
+    connection.send(_outcome(work, tbstyle))
     connection.recv()  # "everybody is done"; where a rank failed, this process is ended here instead
     faulthandler.unregister(signal.SIGUSR1)  # otherwise it thinks that its handler is there still
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
@@ -132,20 +124,21 @@ def main(work, environment: dict[str, str], connection: Connection, log: str, st
         distributed.destroy_process_group()
 
 
-def _outcome(work, tbstyle: str) -> tuple[str, str, str]:
-    """`("passed" | "skipped" | "failed", one line, traceback)`"""
+def _outcome(work, tbstyle: str) -> tuple[str, str, str, float]:
+    """`("passed" | "skipped" | "failed", one line, traceback, time)`"""
     error = _error_of(work)
+    when = time.monotonic()
     # From here on this rank has an outcome to tell, and no longer a place where it stands.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if error is None:
-        return "passed", "", ""
+        return "passed", "", "", when
     if isinstance(error, pytest.skip.Exception):
-        return "skipped", str(error), ""
+        return "skipped", str(error), "", when
     if isinstance(error, SystemExit):
         summary = f"SystemExit: sys.exit({error.code!r}) before the end of its body"
     else:
         summary = pytest.ExceptionInfo.from_exception(error).exconly(tryshort=True)
-    return "failed", summary, _traceback(error, tbstyle)
+    return "failed", summary, _traceback(error, tbstyle), when
 
 
 def _error_of(work) -> BaseException | None:
@@ -181,6 +174,14 @@ def _write_output_to(log: str) -> None:
         )
         for stream in (1, 2)
     )
+
+
+def _path_stats(loader: SourceFileLoader, path: str, stats=SourceFileLoader.path_stats) -> dict:
+    """Bytecode knows its source by second and size: what was changed just now is read from the source instead."""
+    found = stats(loader, path)
+    if time.time() - found["mtime"] < 10:
+        raise OSError("fresh")
+    return found
 
 
 def _end_with_parent() -> None:

@@ -206,12 +206,15 @@ def _by_progress(ranks: list[Rank]) -> list[tuple[str, list[Rank]]]:
 
 
 def _late(running: list[Rank]) -> tuple[list[Rank], str]:
-    """Ranks that stand outside of torch while others wait within, or else the fewest that stand together."""
+    """Ranks that stand outside of torch while others wait within; where several places are, those at the rarest.
+
+    Of ranks that all wait within torch nobody can tell which is late: a race decides how far each comes.
+    """
     groups = defaultdict(list)
     for rank in running:
         groups[_calls(rank)].append(rank)
     order = sorted((calls[-1:] == ("torch",), len(group), calls, group) for calls, group in groups.items())
-    if len(order) < 2 or order[0][:2] == order[1][:2]:
+    if len(order) < 2 or order[0][:2] == order[1][:2] or order[0][0]:
         return [], ""
     _, _, calls, late = order[0]
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(calls, order[1][2], strict=False)))
