@@ -248,4 +248,40 @@ FAULTS = [
         "if False:",
         "test_a_group_of_others_is_refused",
     ),
+    # ------------------------------------------------------------------------------ legacy_torch.py
+    Fault(
+        "only the rank's own group is looked at",
+        "legacy_torch.py",
+        "sp_size == world_size",
+        "0 in dist.get_process_group_ranks(group)",
+        "test_it_warns_on_rank_0_where_the_recipe_breaks_on_any_rank",
+    ),
+    Fault(
+        "every rank warns",
+        "legacy_torch.py",
+        "dist.get_rank() != 0 or sp_size",
+        "sp_size",
+        "test_it_warns_on_rank_0_where_the_recipe_breaks_on_any_rank",
+    ),
+    Fault(
+        "gloo is taken for mended",
+        "legacy_torch.py",
+        'backend == "gloo" or (backend == "nccl" and old)',
+        "old",
+        "test_it_warns_on_rank_0_where_the_recipe_breaks_on_any_rank",
+    ),
+    Fault(
+        "versions compared as text",
+        "legacy_torch.py",
+        "torch.__version__ < (2, 3)",
+        'str(torch.__version__) < "2.3"',
+        "test_over_nccl_it_warns_before_2_3",
+    ),
+    Fault(
+        "the check is a collective",
+        "legacy_torch.py",
+        "    backend = dist.get_backend(group)",
+        "    dist.barrier(group)\n    backend = dist.get_backend(group)",
+        "test_it_sends_nothing",
+    ),
 ]

@@ -121,7 +121,9 @@ def main(work, environment: dict[str, str], connection: Connection, log: str, st
 
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+        # On torch 2.2 a thread of gloo's and this one sometimes wait here for each other, so there the rank just ends.
+        if sys.modules["torch"].__version__ >= (2, 3):
+            distributed.destroy_process_group()
 
 
 def _outcome(work, tbstyle: str) -> tuple[str, str, str, float]:

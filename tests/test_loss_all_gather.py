@@ -1,5 +1,6 @@
 """The recipe's fault, as the page says it: right forward, and an error backward in groups not beginning at rank 0."""
 
+import traceback
 import warnings
 
 import pytest
@@ -37,7 +38,36 @@ def test_in_the_second_group_backward_fails_on_gloo(device):
         loss.backward()
         assert local.grad.item() == pytest.approx(2 * WEIGHT[dist.get_rank()] / [8, 32][groups.dp_rank])
     else:
-        with pytest.raises(ValueError, match="Global rank 0 is not part of group"):
+        # the second text is that of rank 2 on torch 2.2
+        with pytest.raises(ValueError, match=r"Global rank 0 is not part of group|on non-source ranks"):
+            loss.backward()
+
+
+class SeenAsNccl:
+    """torch.distributed, but every backend says that it is NCCL: the way into torch's NCCL branch on a CPU."""
+
+    def __getattr__(self, name):
+        return getattr(dist, name)
+
+    def get_backend(self, group=None):
+        return dist.Backend.NCCL
+
+
+@pytest.mark.distributed(world_size=4)
+def test_torchs_nccl_branch(monkeypatch, device):
+    """Before torch 2.3 it takes the global rank for an index into the group's gradients."""
+    groups = create_parallel_groups(2)
+    local, loss = recipe(groups.sp, device)
+    monkeypatch.setattr(dist.nn.functional, "dist", SeenAsNccl())
+    if torch.__version__ >= (2, 3):
+        loss.backward()
+        assert local.grad.item() == pytest.approx(2 * WEIGHT[dist.get_rank()] / [8, 32][groups.dp_rank])
+    elif groups.dp_rank == 1:
+        with pytest.raises(IndexError, match="tuple index out of range") as error:
+            loss.backward()
+        assert str(error.traceback[-1].path).endswith("torch/distributed/nn/functional.py")
+    else:  # the index is right here, and gloo of those days has no reduce-scatter
+        with pytest.raises(RuntimeError, match="reduce_scatter"):
             loss.backward()
 
 
@@ -52,6 +82,27 @@ def second_group_only():
 
 
 def test_the_message_as_the_page_shows_it(launch, recorded, device):
-    if device != "cpu":
-        pytest.skip("the message on the page is that of the CPU run")
+    if device != "cpu" or torch.__version__[:5] != "2.13.":
+        pytest.skip("the message on the page is that of torch 2.13 on CPU")
     recorded("loss-all-gather.txt", "".join(launch(second_group_only, world_size=4, timeout=20)))
+
+
+def nccl_branch_in_the_second_group():
+    groups = create_parallel_groups(2)
+    _, loss = recipe(groups.sp, "cpu")
+    if groups.dp_rank == 1:
+        dist.nn.functional.dist = SeenAsNccl()
+        try:
+            loss.backward()
+        except IndexError as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            file = frame.filename.partition("site-packages/")[2]
+            print(f"rank {dist.get_rank()}: {file}, in {frame.name}: {frame.line}")
+            print(f"rank {dist.get_rank()}: IndexError: {error}")
+
+
+def test_story_a_as_the_page_shows_it(launch, recorded, device):
+    if device != "cpu" or torch.__version__[:4] != "2.2.":
+        pytest.skip("the traceback on the page is that of torch 2.2 on CPU")
+    outputs = launch(nccl_branch_in_the_second_group, world_size=4, timeout=20)
+    recorded("loss-all-gather-torch-2.2.txt", "".join(outputs))

@@ -1,0 +1,70 @@
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
+
+from legacy_torch import check_loss_all_gather
+from loss_all_gather import all_gather_loss
+from process_groups import create_parallel_groups
+
+
+def warnings_of(group):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_loss_all_gather(group)
+    return caught
+
+
+def recipe_breaks(group, device):
+    """On any rank: whether backward of the recipe raises there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        loss = all_gather_loss(torch.tensor(1.0, device=device, requires_grad=True), 1, group)
+    failed = torch.zeros((), device=device)
+    try:
+        loss.backward()
+    except (ValueError, IndexError):
+        failed += 1
+    dist.all_reduce(failed)
+    return failed.item() > 0
+
+
+@pytest.mark.parametrize("sp_size", [1, 2, 4])
+@pytest.mark.distributed(world_size=4)
+def test_it_warns_on_rank_0_where_the_recipe_breaks_on_any_rank(sp_size, device):
+    groups = create_parallel_groups(sp_size)
+    warned = warnings_of(groups.sp)
+    # with groups of one rank all but the first break, and only ranks other than 0 see it
+    expected = recipe_breaks(groups.sp, device) and dist.get_rank() == 0
+    assert len(warned) == expected
+    if warned:
+        assert warned[0].category is UserWarning
+        assert warned[0].filename == __file__, "it points at the caller"
+        for part in (torch.__version__, "gloo", "weighted_all_reduce", f"groups of {sp_size} ranks", "a world of 4"):
+            assert part in str(warned[0].message)
+
+
+@pytest.mark.parametrize(("version", "warns"), [("2.1.2+cu121", 1), ("2.2.2", 1), ("2.3.0", 0), ("2.13.0a0+git12", 0)])
+@pytest.mark.distributed(world_size=4)
+def test_over_nccl_it_warns_before_2_3(version, warns, monkeypatch):
+    groups = create_parallel_groups(2)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    warned = warnings_of(groups.sp)
+    assert len(warned) == (warns if dist.get_rank() == 0 else 0)
+    assert all(f"torch {version} over nccl" in str(warning.message) for warning in warned)
+
+
+@pytest.mark.distributed(world_size=4)
+def test_it_sends_nothing():
+    groups = create_parallel_groups(2)
+    if dist.get_rank() == 0:  # alone
+        assert len(warnings_of(groups.sp)) == (dist.get_backend() == "gloo")
+
+
+@pytest.mark.distributed(world_size=4)
+def test_it_is_silent_over_the_world():
+    assert not warnings_of(None)
+    assert not warnings_of(create_parallel_groups(4).sp)
