@@ -4,6 +4,7 @@ Written by the suite under `--record`, read by the site. One file per device and
 docs/_data/records/, a JSON list with one entry per snippet, backend and world size.
 """
 
+import ast
 import hashlib
 import io
 import json
@@ -16,15 +17,19 @@ OUTPUT = ROOT / "docs" / "_data" / "output"
 
 
 def code_hash(source: str) -> str:
-    """16 hex digits that change with the code, not with its comments, blank lines or section markers.
+    """16 hex digits that change with the code, not with its comments, docstrings, blank lines or section markers.
 
-    Comments are cut at the position the tokenizer reports, so the hash is the same on every Python.
+    Comments and docstrings are cut at the position that Python reports, so the hash is the same on every version.
     """
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * (docstring.end_lineno - docstring.lineno + 1)
     code = "\n".join(line.rstrip() for line in lines if line.strip())
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 

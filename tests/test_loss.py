@@ -161,6 +161,13 @@ def test_a_count_past_the_range_of_bf16_and_of_fp16_is_not_lost(device):
     assert loss.item() == pytest.approx((1_000_001 + 2) / 1_000_002, rel=1e-6)
 
 
+@pytest.mark.distributed(world_size=2)
+def test_an_fp64_loss_counts_exactly_past_the_range_of_fp32(device):
+    count = torch.tensor([2**24 + 1, 0][dist.get_rank()], device=device)
+    loss = token_mean(torch.tensor(1.0, dtype=torch.float64, device=device), count, None, gradient_divisor=1)
+    assert loss.item() == 2 / (2**24 + 1)
+
+
 @pytest.mark.distributed(world_size=4)
 def test_nan_of_weight_zero_counts_for_nothing(device):
     groups = create_parallel_groups(2)
@@ -204,11 +211,12 @@ def test_no_weight_anywhere_gives_zero(value, device):
     assert (loss.item(), local.grad.item()) == (0, 0)
 
 
+@pytest.mark.parametrize("unit", [1.0, 2.0**-20])
 @pytest.mark.distributed(world_size=2)
-def test_fractional_weights(device):
+def test_fractional_weights(unit, device):
     rank = dist.get_rank()
     local = torch.tensor([1.0, 4.0][rank], device=device, requires_grad=True)
-    loss = weighted_all_reduce(local, [0.25, 0.125][rank], None, gradient_reduction="sum")
+    loss = weighted_all_reduce(local, [0.25 * unit, 0.125 * unit][rank], None, gradient_reduction="sum")
     loss.backward()
     assert loss.item() == 2.0
     assert local.grad.item() == pytest.approx([2 / 3, 1 / 3][rank])
@@ -234,6 +242,27 @@ def test_the_gradient_that_comes_in_is_passed_on(form, device):
         loss, expected = sum_over_group(local, None, gradient_reduction="mean"), [2, 2]
     (loss * 1024).backward()
     assert local.grad.item() == 1024 * expected[dist.get_rank()]
+
+
+@pytest.mark.distributed(world_size=2)
+def test_the_gradient_that_comes_in_is_left_as_it_was(device):
+    local = torch.ones(3, device=device, requires_grad=True)
+    total = sum_over_group(local, None, gradient_reduction="mean")
+    incoming = torch.ones(3, device=device)
+    total.backward(incoming)
+    assert incoming.tolist() == [1, 1, 1]
+    assert local.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_second_derivative(device):
+    """A gradient penalty differentiates the gradient. With x = 3 on both ranks, L = 9 and this rank's share is x²/2."""
+    local = torch.tensor(3.0, device=device, requires_grad=True)
+    loss = weighted_all_reduce(local**2, 1, None, gradient_reduction="sum")
+    (first,) = torch.autograd.grad(loss**2, local, create_graph=True)
+    (second,) = torch.autograd.grad(first, local)
+    assert first.item() == 54  # 2 L · x
+    assert second.item() == 36  # 2 L + 2 x · x
 
 
 @pytest.mark.parametrize("form", ["weighted", "token_mean", "sum"])
@@ -289,6 +318,17 @@ def test_token_mean_is_the_mean_of_one_process(sp_size, divisor, device):
     assert same_bits_on_all(None, loss)
     actual = reduced(gradient_of(loss, weight), divisor)
     torch.testing.assert_close(actual, gradient_of(reference, weight), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("divisor", [4, 0.5])
+@pytest.mark.distributed(world_size=4)
+def test_token_mean_over_a_group_that_is_not_the_world(divisor, device):
+    groups = create_parallel_groups(2)
+    local = torch.tensor([1.0, 2.0, 3.0, 4.0][dist.get_rank()], device=device, requires_grad=True)
+    loss = token_mean(local, [7, 1, 30, 2][dist.get_rank()], groups.sp, gradient_divisor=divisor)
+    loss.backward()
+    assert loss.item() == pytest.approx([3 / 8, 7 / 32][groups.dp_rank])
+    assert local.grad.item() == pytest.approx(divisor / [8, 32][groups.dp_rank])
 
 
 @pytest.mark.distributed(world_size=4)
@@ -361,10 +401,10 @@ def test_a_loss_of_sums_over_the_sequence(sp_size, gradient_reduction, device):
 
 @pytest.mark.distributed(world_size=2)
 def test_sums_are_at_least_fp32(device):
-    x = torch.full((3,), [256.0, 1.0][dist.get_rank()], dtype=torch.bfloat16, device=device)
+    x = torch.full((3, 2), [256.0, 1.0][dist.get_rank()], dtype=torch.bfloat16, device=device)
     total = sum_over_group(x, None, gradient_reduction="mean")
     assert total.dtype == torch.float32
-    assert total.tolist() == [257.0] * 3
+    assert total.tolist() == [[257.0, 257.0]] * 3
 
 
 # ------------------------------------------------------------------------------------------ bad input
@@ -379,6 +419,8 @@ def test_bad_input_fails_early_on_every_rank(device):
         sum_over_group(one, None, gradient_reduction=None)
     with pytest.raises(ValueError, match=r"loss of shape \[4\] and a weight of shape \[\]"):
         weighted_all_reduce(torch.ones(4, device=device), 4, None)
+    with pytest.raises(ValueError, match=r"loss of shape \[1\] and a weight of shape \[\]"):
+        weighted_all_reduce(torch.ones(1, device=device), 4, None)
     with pytest.raises(ValueError, match=r"loss of shape \[\] and a weight of shape \[4\]"):
         token_mean(one, torch.ones(4, device=device), None, gradient_divisor=2)
     for divisor in (0, -2):
