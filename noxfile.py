@@ -22,7 +22,7 @@ def install(session: nox.Session, *groups: str, needed: str = "") -> None:
     for group in groups:
         missing = [line for line in nox.project.dependency_groups(PYPROJECT, group) if not is_there(session, line)]
         if missing:
-            message = f"not installed: install it with\n    python -m pip install {' '.join(map(repr, missing))}"
+            message = f"not installed: install it with\n    python -m pip install {' '.join(map(repr, missing))}\n"
             session.error(message) if group in (needed or groups) else session.warn(message)
 
 
@@ -49,14 +49,14 @@ def docs_build(session: nox.Session) -> None:
 @nox.session(name="docs-test")
 def docs_test(session: nox.Session) -> None:
     """Proves the documentation: snippets on real ranks, their faults, the pages. Options: --device, --record."""
-    install(session, "test", "site", needed="test")
+    install(session, "test", "quiet", "site", needed="test")
     session.run("python", "-m", "pytest", "--ignore=tests/test_launcher.py", *session.posargs, external=True)
 
 
 @nox.session(name="launcher-test")
 def launcher_test(session: nox.Session) -> None:
     """Tests the rank launcher itself: failures, kills, hangs, Ctrl-C."""
-    install(session, "test")
+    install(session, "test", "quiet", needed="test")
     session.run("python", "-m", "pytest", "tests/test_launcher.py", *session.posargs, external=True)
 
 
@@ -71,6 +71,6 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measures what the pages quote, into docs/_data/."""
-    install(session, "test")
+    install(session, "test", "quiet", needed="test")
     for name in ("launcher", "loss"):
         session.run("python", f"benchmarks/{name}.py", *session.posargs, external=True)

@@ -59,6 +59,27 @@ FAULTS = [
         "test_each_rank_is_in_its_groups",
     ),
     Fault(
+        "each rank makes its own DP group only",
+        "process_groups.py",
+        "[dist.new_group(column) for column in grid.T.tolist()]",
+        "[dist.new_group(column) if dist.get_rank() in column else None for column in grid.T.tolist()]",
+        "test_each_rank_is_in_its_groups",
+    ),
+    Fault(
+        "one rank skips the last group, which is not its own",
+        "process_groups.py",
+        "[dist.new_group(column) for column in grid.T.tolist()]",
+        "[dist.new_group(column) for column in grid.T.tolist() if dist.get_rank() or 0 in column]",
+        "test_each_rank_is_in_its_groups",
+    ),
+    Fault(
+        "a collective for each sum",
+        "loss.py",
+        "numerator, denominator = _Sum.apply(both, group, factor)",
+        "numerator, denominator = (_Sum.apply(one, group, factor) for one in both)",
+        "test_one_collective_carries_both_sums",
+    ),
+    Fault(
         "no check before the groups are made",
         "process_groups.py",
         "check_sizes(dist.get_world_size(), sequence_parallel_size)\n",

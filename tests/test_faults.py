@@ -13,7 +13,9 @@ from records import ROOT
 def test_fault_is_caught(fault, pytester, monkeypatch, request):
     copy = shutil.copytree(ROOT / "snippets", pytester.path / "snippets")
     text = (copy / fault.snippet).read_text()
-    assert text.count(fault.right) == 1, "the snippet has changed: the fault no longer applies to one place"
+    assert text.count(fault.right) == 1, (
+        f"{fault.snippet} has changed: in tests/faults.py, fit {fault.name!r} to its new text"
+    )
     (copy / fault.snippet).write_text(text.replace(fault.right, fault.wrong))
 
     for name, module in list(sys.modules.items()):  # a fresh import of the snippets and of their tests

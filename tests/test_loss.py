@@ -138,6 +138,25 @@ def test_with_an_engine_that_averages_over_all_ranks(engine, form, device):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.distributed(world_size=4)
+def test_the_probe_for_what_the_engine_divides_by(device):
+    """Each rank's loss is one parameter: its gradient is W/D, 1 under DDP."""
+    model = torch.nn.Linear(1, 1, device=device)
+    torch.nn.parallel.DistributedDataParallel(model)(torch.zeros(1, 1, device=device)).sum().backward()
+    assert model.bias.grad.item() == 1
+
+
+@pytest.mark.distributed(world_size=2)
+def test_one_collective_carries_both_sums(monkeypatch, device):
+    calls = []
+    all_reduce = dist.all_reduce
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda *args, **keywords: calls.append(args) or all_reduce(*args, **keywords)
+    )
+    weighted_all_reduce(torch.tensor(1.0, device=device, requires_grad=True), 1, None).backward()
+    assert [total.numel() for (total,) in calls] == [2]
+
+
 @pytest.mark.parametrize(("dtype", "result"), [("bfloat16", "float32"), ("float16", "float32"), ("float64", "float64")])
 @pytest.mark.distributed(world_size=2)
 def test_at_least_fp32(dtype, result, device):

@@ -14,6 +14,7 @@ import tomllib
 
 import pytest
 
+from faults import FAULTS
 from records import OUTPUT, ROOT, load_records
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -118,6 +119,13 @@ def test_snippet_is_shown_and_tested(snippet):
     assert any(f'"snippets/{name}' in page.read_text() for page in PAGES), "no page shows it"
 
 
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda path: path.name)
+def test_snippet_to_copy_has_faults(snippet):
+    text = snippet.read_text()
+    meant_for_copying = "FAULTY" not in text.partition("\n")[0] and "__main__" not in text
+    assert meant_for_copying == any(fault.snippet == snippet.name for fault in FAULTS)
+
+
 @pytest.mark.parametrize("output", sorted(OUTPUT.glob("*")), ids=lambda path: path.name)
 def test_output_is_shown_and_compared(output):
     assert any(f'"docs/_data/output/{output.name}"' in page.read_text() for page in PAGES), "no page shows it"
@@ -143,7 +151,9 @@ def test_record_on_the_default_torch_is_fresh(snippet, request):
         if (ROOT / "snippets" / record["snippet"], record["torch"], record["device"]) == (snippet, torch, "CPU")
     ]
     assert records, f"never recorded on torch {torch}: nox -s docs-test -- --record"
-    assert not any(record["stale"] for record in records), "the code has changed since: nox -s docs-test -- --record"
+    assert not any(record["stale"] for record in records), (
+        "the code has changed since it was recorded: once all its other tests pass, nox -s docs-test -- --record"
+    )
     assert {record["outcome"] for record in records} == {"passed"}
 
 

@@ -53,6 +53,11 @@ def test_each_rank_is_in_its_groups(sp_size, groups, device):
         total = torch.tensor(10.0**rank, device=device)
         dist.all_reduce(total, group=group)
         assert total.item() == sum(10.0**member for member in ranks)
+    # and every rank made every group: otherwise the next group of all would not come to be
+    everybody = dist.new_group()
+    total = torch.ones((), device=device)
+    dist.all_reduce(total, group=everybody)
+    assert total.item() == dist.get_world_size()
 
 
 @every_grid
