@@ -42,9 +42,10 @@ def token_mean(loss_sum, num_tokens, group, *, gradient_divisor):
 
     Returns the same 0-dim value on every rank, fp64 for fp64, else fp32. With
     gradient accumulation, pass each micro-batch's loss_sum with the num_tokens
-    of the whole step: values and gradients of the micro-batches add up.
+    of the whole step: values and gradients of the micro-batches add up. With no
+    tokens in the whole step it is the sum of the sums, which then are 0.
     """
-    if gradient_divisor <= 0:
+    if not gradient_divisor > 0:
         raise ValueError(
             f"gradient_divisor={gradient_divisor} must be positive: the engine "
             "applies (1/D)·Σ over all ranks, with D the world size for DDP"
@@ -61,7 +62,8 @@ def sum_over_group(x, group, *, gradient_reduction):
 
     For losses that need a sum over the whole sequence before a non-linear step,
     such as DPO's. All ranks must go on with the sum in the same way: backward
-    takes their gradients for equal. Returns fp64 for fp64, else fp32.
+    takes their gradients for equal, so only first derivatives are right.
+    Returns fp64 for fp64, else fp32.
     """
     factor = _factor(group, gradient_reduction)
     return _Sum.apply(_at_least_fp32(x), group, factor)
@@ -76,7 +78,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, factor):
         ctx.factor = factor
-        total = x.clone()
+        # in one memory layout on all ranks: all_reduce adds what lies in memory
+        total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 

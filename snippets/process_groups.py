@@ -27,7 +27,7 @@ def create_parallel_groups(sequence_parallel_size: int) -> ParallelGroups:
     every rank, before any group is made.
     """
     check_sizes(dist.get_world_size(), sequence_parallel_size)
-    ranks = torch.arange(dist.get_world_size())
+    ranks = torch.arange(dist.get_world_size(), device="cpu")
     grid = ranks.view(-1, sequence_parallel_size)  # [dp_size, sp_size]
     # new_group is collective over the world: every rank makes every group, in
     # the same order.
@@ -68,10 +68,11 @@ def create_mesh(
 def check_sizes(world_size: int, sequence_parallel_size: int) -> None:
     """Raises `ValueError` unless the SP size divides the world size."""
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    if sequence_parallel_size not in sizes:
+    size = sequence_parallel_size
+    if type(size) is not int or size not in sizes:
         raise ValueError(
             f"a world of {world_size} ranks cannot be cut into groups of "
-            f"sequence_parallel_size={sequence_parallel_size!r}: use one of "
+            f"sequence_parallel_size={size!r}: use one of "
             f"{sizes}, or start another number of ranks"
         )
 

@@ -20,7 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.record:
-        if config.option.keyword or any("::" in argument for argument in config.args):
+        option = config.option
+        selected = option.keyword or option.markexpr or option.deselect or option.maxfail
+        if selected or any("::" in argument for argument in config.args):
             raise pytest.UsageError("--record takes whole test files: a record counts all tests of a snippet")
         config.pluginmanager.register(Recorder(config.option.device))
 
@@ -56,7 +58,9 @@ class Recorder:
         if (ROOT / "snippets" / snippet).exists():
             self.outcomes[snippet.as_posix(), run["backend"], run["world_size"]].append(report.outcome)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return  # interrupted: not all tests have run
         version = torch.__version__.split("+")[0]
         file = RECORDS / f"{self.device.lower().replace(' ', '-')}-torch-{version}.json"
         ran = {snippet for snippet, _, _ in self.outcomes}
@@ -70,8 +74,8 @@ class Recorder:
                 "backend": backend,
                 "device": self.device,
                 "world_size": world_size,
-                "tests": len(outcomes),
-                "outcome": "passed" if set(outcomes) == {"passed"} else "failed",
+                "tests": len(outcomes) - outcomes.count("skipped"),
+                "outcome": "failed" if "failed" in outcomes else "passed" if "passed" in outcomes else "skipped",
                 "date": datetime.date.today().isoformat(),
             }
             for (snippet, backend, world_size), outcomes in self.outcomes.items()

@@ -150,11 +150,9 @@ def test_the_probe_for_what_the_engine_divides_by(device):
 def test_one_collective_carries_both_sums(monkeypatch, device):
     calls = []
     all_reduce = dist.all_reduce
-    monkeypatch.setattr(
-        dist, "all_reduce", lambda *args, **keywords: calls.append(args) or all_reduce(*args, **keywords)
-    )
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: calls.append(total) or all_reduce(total, group=group))
     weighted_all_reduce(torch.tensor(1.0, device=device, requires_grad=True), 1, None).backward()
-    assert [total.numel() for (total,) in calls] == [2]
+    assert [total.numel() for total in calls] == [2]
 
 
 @pytest.mark.parametrize(("dtype", "result"), [("bfloat16", "float32"), ("float16", "float32"), ("float64", "float64")])
@@ -419,6 +417,13 @@ def test_a_loss_of_sums_over_the_sequence(sp_size, gradient_reduction, device):
 
 
 @pytest.mark.distributed(world_size=2)
+def test_memory_layouts_that_differ(device):
+    x = torch.arange(6.0, device=device).view(2, 3)
+    x = x if dist.get_rank() == 0 else x.T.contiguous().T  # equal numbers, in another order in memory
+    assert sum_over_group(x, None, gradient_reduction="mean").tolist() == [[0, 2, 4], [6, 8, 10]]
+
+
+@pytest.mark.distributed(world_size=2)
 def test_sums_are_at_least_fp32(device):
     x = torch.full((3, 2), [256.0, 1.0][dist.get_rank()], dtype=torch.bfloat16, device=device)
     total = sum_over_group(x, None, gradient_reduction="mean")
@@ -442,7 +447,7 @@ def test_bad_input_fails_early_on_every_rank(device):
         weighted_all_reduce(torch.ones(1, device=device), 4, None)
     with pytest.raises(ValueError, match=r"loss of shape \[\] and a weight of shape \[4\]"):
         token_mean(one, torch.ones(4, device=device), None, gradient_divisor=2)
-    for divisor in (0, -2):
+    for divisor in (0, -2, math.nan):
         with pytest.raises(ValueError, match=f"gradient_divisor={divisor} must be positive"):
             token_mean(one, 1, None, gradient_divisor=divisor)
 

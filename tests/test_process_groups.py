@@ -77,7 +77,7 @@ def test_mesh_is_the_same_grid(sp_size, groups, device):
 
 
 @pytest.mark.parametrize("create", ["groups", "mesh"])
-@pytest.mark.parametrize("sp_size", [3, 0, -2, 8, "2", 1.5])
+@pytest.mark.parametrize("sp_size", [3, 0, -2, 8, "2", 1.5, 2.0, True])
 @pytest.mark.distributed(world_size=4)
 def test_sizes_that_do_not_fit_fail_on_every_rank_before_any_group_is_made(sp_size, create, monkeypatch):
     def no_group(*arguments, **keywords):
