@@ -57,8 +57,10 @@ def problems_of(page: str) -> list[str]:
             problems.append(f"a {language} block typed by hand: {lines[:1]}")
         else:
             problems += problems_of_include(language, includes[0]["file"], includes[0]["section"])
-    if re.search(r"<(pre|code)\b", page):
+    if re.search(r"(?i)<(pre|code|samp|kbd|textarea|xmp)\b|white-space|class=.tested", page):
         problems.append("code as HTML: use a fenced block")
+    if re.search(r"```|~~~|`#!", FENCE.sub("", page)):
+        problems.append("a block that is not fenced in lines of its own")
     return problems
 
 
@@ -90,6 +92,10 @@ def test_page_shows_only_what_is_run(page):
         ("```py\nprint(1)\n```\n", "language 'py'"),
         ("```\nprint(1)\n```\n", "language ''"),
         ("<pre>print(1)</pre>", "code as HTML"),
+        ("<CODE style='display: block'>print(1)</CODE>", "code as HTML"),
+        ("- ```python\n  print(1)\n  ```\n", "not fenced in lines of its own"),
+        ("```python\nprint(1)\n", "not fenced in lines of its own"),
+        ("`#!python print(1)`", "not fenced in lines of its own"),
         ('```python\n--8<-- "snippets/loss.py:weighted"\nx = 1\n```\n', "typed by hand"),
         ('```python\n--8<-- "snippets/loss.py:no-such"\n```\n', "no section"),
         ('```python\n--8<-- "snippets/no_such.py"\n```\n', "is missing"),
