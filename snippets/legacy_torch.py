@@ -13,7 +13,7 @@ def check_loss_all_gather(group):
     Call it on every rank, with the rank's SP group, before training. It sends
     nothing: the groups are taken to be of one size, so that some do not begin
     at global rank 0 if `group` is smaller than the world. Those break over NCCL
-    before torch 2.3, and over gloo in every version, on ranks that need not be
+    before torch 2.3, and over gloo still in 2.13, on ranks that need not be
     this one. One `UserWarning`, on global rank 0 alone.
     """
     sp_size, world_size = dist.get_world_size(group), dist.get_world_size()
