@@ -1,13 +1,18 @@
 """The project's commands. `nox -l` lists them; what follows `--` goes to the tool that a session runs."""
 
+from pathlib import Path
+
 import nox
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["docs-test"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+TORCH_VERSIONS = [file.stem.removeprefix("torch-") for file in sorted(Path("requirements").glob("torch-*.txt"))]
+SNIPPETS = sorted(Path("snippets").rglob("*.py"))
 NO_NOTICE = {"NO_MKDOCS_2_WARNING": "1"}
 
 
@@ -51,6 +56,17 @@ def docs_test(session: nox.Session) -> None:
     """Proves the documentation: snippets on real ranks, their faults, the pages. Options: --device, --record."""
     install(session, "test", "quiet", "site", needed="test")
     session.run("python", "-m", "pytest", "--ignore=tests/test_launcher.py", *session.posargs, external=True)
+
+
+@nox.session(name="compat-test", python="3.11")  # legacy torch has no wheels for later ones
+@nox.parametrize("torch", TORCH_VERSIONS)
+def compat_test(session: nox.Session, torch: str) -> None:
+    """Runs the snippets' tests with one of the torch versions in requirements/, 2 to 6 GB each."""
+    if not session.virtualenv.is_sandboxed:
+        session.error("compat-test makes an environment for each torch: run it without --no-venv")
+    session.install("-r", f"requirements/torch-{torch}.txt")
+    tests = [Path("tests", path.relative_to("snippets").with_name(f"test_{path.name}")) for path in SNIPPETS]
+    session.run("python", "-m", "pytest", *map(str, tests), *session.posargs)
 
 
 @nox.session(name="launcher-test")

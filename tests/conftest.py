@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import operator
 import platform
 from collections import defaultdict
 from pathlib import Path
@@ -9,9 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from records import OUTPUT, RECORDS, ROOT, code_hash
+from records import OUTPUT, RECORDS, ROOT, TORCH_VERSIONS, by_number, code_hash
 
 pytest_plugins = ["pytester"]
+TORCH = torch.__version__.split("+")[0]
+
+
+def device_name(config: pytest.Config) -> str:
+    return "CPU" if config.option.device == "cpu" else torch.cuda.get_device_name()
+
+
+def file_stem(device: str) -> str:
+    return f"{device.lower().replace(' ', '-')}-torch-{TORCH}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,12 +29,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs_torch(version): not run on an older torch, as its record then says")
     if config.option.record:
         option = config.option
         selected = option.keyword or option.markexpr or option.deselect or option.maxfail
         if selected or any("::" in argument for argument in config.args):
             raise pytest.UsageError("--record takes whole test files: a record counts all tests of a snippet")
-        config.pluginmanager.register(Recorder(config.option.device))
+        config.pluginmanager.register(Recorder(device_name(config)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs_torch"):
+        (needed,) = mark.args
+        if torch.__version__ < needed:  # compares numbers, not text
+            item.user_properties.append(("needs_torch", needed))
+            pytest.skip(f"needs torch {needed}")
 
 
 @pytest.fixture
@@ -42,44 +61,72 @@ def recorded(request: pytest.FixtureRequest):
     return compare
 
 
+@pytest.fixture
+def tabulated(request: pytest.FixtureRequest):
+    """`tabulated("folder", rows)`: a page draws a table from docs/_data/folder/, one file for each device and torch."""
+
+    def compare(folder: str, rows: dict) -> None:
+        device = device_name(request.config)
+        file = ROOT / "docs" / "_data" / folder / f"{file_stem(device)}.json"
+        if request.config.option.record:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            table = {"torch": TORCH, "device": device, "date": datetime.date.today().isoformat(), "rows": rows}
+            file.write_text(json.dumps(table, indent=1) + "\n")
+        if not file.exists() and (device, TORCH) not in [("CPU", version) for version in TORCH_VERSIONS]:
+            pytest.skip(f"the page has no column for torch {TORCH} on {device}")
+        assert rows == json.loads(file.read_text())["rows"]
+
+    return compare
+
+
 class Recorder:
-    """Collects how each snippet's tests went on each backend and number of ranks; writes it at the end."""
+    """Collects how each snippet's tests went on each backend and number of ranks; writes it at the end.
+
+    A test takes part by its properties `backend` and `world_size`, which the launcher sets; a test of a script sets
+    them itself, and `device` where the script does not follow --device.
+    """
 
     def __init__(self, device: str):
-        self.device = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+        self.device = device
         self.outcomes = defaultdict(list)
+        self.needs_torch = defaultdict(set)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         run = dict(report.user_properties)
-        if report.when != "call" or "backend" not in run:
-            return
         test = Path(report.nodeid.split("::")[0])
         snippet = Path(*test.parts[1:-1], test.name.removeprefix("test_"))  # tests/ mirrors snippets/
-        if (ROOT / "snippets" / snippet).exists():
+        if not (ROOT / "snippets" / snippet).exists() or run.get("device", self.device) != self.device:
+            return
+        if report.when == "setup" and "needs_torch" in run:
+            self.needs_torch[snippet.as_posix()].add(run["needs_torch"])
+        elif report.when == "call" and "backend" in run:
             self.outcomes[snippet.as_posix(), run["backend"], run["world_size"]].append(report.outcome)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return  # interrupted: not all tests have run
-        version = torch.__version__.split("+")[0]
-        file = RECORDS / f"{self.device.lower().replace(' ', '-')}-torch-{version}.json"
+        file = RECORDS / f"{file_stem(self.device)}.json"
         ran = {snippet for snippet, _, _ in self.outcomes}
-        kept = [old for old in json.loads(file.read_text()) if old["snippet"] not in ran] if file.exists() else []
+        nothing_ran = {(snippet, None, None): [] for snippet in self.needs_torch if snippet not in ran}
+        old = json.loads(file.read_text()) if file.exists() else []
+        kept = [record for record in old if record["snippet"] not in ran | self.needs_torch.keys()]
         new = [
             {
                 "snippet": snippet,
                 "code": code_hash((ROOT / "snippets" / snippet).read_text()),
-                "torch": version,
+                "torch": TORCH,
                 "python": platform.python_version(),
                 "backend": backend,
                 "device": self.device,
                 "world_size": world_size,
                 "tests": len(outcomes) - outcomes.count("skipped"),
-                "outcome": "failed" if "failed" in outcomes else "passed" if "passed" in outcomes else "skipped",
+                "needs_torch": sorted(self.needs_torch[snippet], key=by_number),
+                "outcome": "failed" if "failed" in outcomes else "passed" if "passed" in outcomes else "not run",
                 "date": datetime.date.today().isoformat(),
             }
-            for (snippet, backend, world_size), outcomes in self.outcomes.items()
+            for (snippet, backend, world_size), outcomes in {**self.outcomes, **nothing_ran}.items()
         ]
         RECORDS.mkdir(parents=True, exist_ok=True)
-        records = sorted(kept + new, key=lambda record: (record["snippet"], record["backend"], record["world_size"]))
+        key = operator.itemgetter("snippet", "backend", "world_size")  # a snippet without a backend has one record
+        records = sorted(kept + new, key=key)
         file.write_text(json.dumps(records, indent=1) + "\n")

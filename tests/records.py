@@ -16,6 +16,17 @@ RECORDS = ROOT / "docs" / "_data" / "records"
 OUTPUT = ROOT / "docs" / "_data" / "output"
 
 
+def by_number(version: str) -> list[int]:
+    """The key that sorts 2.13 behind 2.2."""
+    return [int(number) for number in version.split(".")]
+
+
+# What `nox -s compat-test` runs.
+TORCH_VERSIONS = sorted(
+    (file.stem.removeprefix("torch-") for file in (ROOT / "requirements").glob("torch-*.txt")), key=by_number
+)
+
+
 def code_hash(source: str) -> str:
     """16 hex digits that change with the code, not with its comments, docstrings, blank lines or section markers.
 
@@ -41,3 +52,24 @@ def load_records() -> list[dict]:
         snippet = ROOT / "snippets" / record["snippet"]
         record["stale"] = not snippet.exists() or code_hash(snippet.read_text()) != record["code"]
     return records
+
+
+def columns(records: list[dict]) -> list[tuple[str, str]]:
+    """(device, torch) of each column of the compatibility table: what compat-test runs, and what else was recorded."""
+    known = {("CPU", version) for version in TORCH_VERSIONS} | {(old["device"], old["torch"]) for old in records}
+    return sorted(known, key=lambda column: (column[0] != "CPU", column[0], by_number(column[1])))
+
+
+def status(records: list[dict]) -> str:
+    """What the compatibility table says of the records of one snippet on one device and torch."""
+    if not records:
+        return "not run"
+    if any(record["stale"] for record in records):
+        return "stale"
+    outcomes = {record["outcome"] for record in records}
+    needs = records[0]["needs_torch"]
+    if "failed" in outcomes:
+        return "failed"
+    if "passed" not in outcomes:
+        return f"needs {needs[-1]}" if needs else "not run"
+    return f"passed, but for what needs {' and '.join(needs)}" if needs else "passed"

@@ -17,7 +17,10 @@ def number_after(word, line):
     return float(line.rpartition(f"{word} ")[2].partition(",")[0])
 
 
-def test_the_ranks_agree(run_script):
+def test_the_ranks_agree(run_script, record_property):
+    record_property("backend", "gloo")
+    record_property("world_size", 4)
+    record_property("device", "CPU")
     outputs = run_script(ROOT / "snippets" / "first_run.py", world_size=4)
     for rank, output in enumerate(outputs):
         for word, numbers in EXPECTED.items():

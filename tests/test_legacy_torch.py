@@ -7,6 +7,7 @@ from torch.torch_version import TorchVersion
 
 from legacy_torch import check_loss_all_gather
 from loss_all_gather import all_gather_loss
+from nccl_branch import take_nccl_branch
 from process_groups import create_parallel_groups
 
 
@@ -17,15 +18,17 @@ def warnings_of(group):
     return caught
 
 
-def recipe_breaks(group, device):
+def recipe_breaks(group, device, nccl_branch=False):
     """On any rank: whether backward of the recipe raises there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         loss = all_gather_loss(torch.tensor(1.0, device=device, requires_grad=True), 1, group)
     failed = torch.zeros((), device=device)
+    if nccl_branch:
+        take_nccl_branch()
     try:
         loss.backward()
-    except (ValueError, IndexError):
+    except (ValueError, IndexError, RuntimeError):  # of backward's own; the sums that follow would not come to be
         failed += 1
     dist.all_reduce(failed)
     return failed.item() > 0
@@ -44,6 +47,16 @@ def test_it_warns_on_rank_0_where_the_recipe_breaks_on_any_rank(sp_size, device)
         assert warned[0].filename == __file__, "it points at the caller"
         for part in (torch.__version__, "gloo", "weighted_all_reduce", f"groups of {sp_size} ranks", "a world of 4"):
             assert part in str(warned[0].message)
+
+
+@pytest.mark.parametrize("sp_size", [1, 2, 4])
+@pytest.mark.distributed(world_size=4)
+def test_over_nccl_it_warns_where_torchs_nccl_branch_breaks(sp_size, monkeypatch, device):
+    """On the torch that runs here, without a GPU: see nccl_branch.py."""
+    groups = create_parallel_groups(sp_size)
+    expected = recipe_breaks(groups.sp, device, nccl_branch=True) and dist.get_rank() == 0
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    assert len(warnings_of(groups.sp)) == expected
 
 
 @pytest.mark.parametrize(("version", "warns"), [("2.1.2+cu121", 1), ("2.2.2", 1), ("2.3.0", 0), ("2.13.0a0+git12", 0)])

@@ -102,15 +102,14 @@ def ddp(head):
 
 
 def fsdp2(head):
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-    if not hasattr(fsdp, "fully_shard"):
-        pytest.skip("fully_shard needs torch 2.6")
+    from torch.distributed.fsdp import fully_shard
+
     mesh = create_mesh(1, next(head.parameters()).device.type)  # shard over all ranks
-    return fsdp.fully_shard(head, mesh=mesh["dp"])
+    return fully_shard(head, mesh=mesh["dp"])
 
 
 @pytest.mark.parametrize("form", ["weighted_all_reduce", "token_mean"])
-@pytest.mark.parametrize("engine", [ddp, fsdp2])
+@pytest.mark.parametrize("engine", [ddp, pytest.param(fsdp2, marks=pytest.mark.needs_torch("2.6"))])
 @pytest.mark.distributed(world_size=4)
 def test_with_an_engine_that_averages_over_all_ranks(engine, form, device):
     """dp 2, sp 2; DDP's and FSDP2's own reduction, which divides by all ranks: D = 4."""

@@ -124,6 +124,7 @@ def test_snippet_is_shown_and_tested(snippet):
     assert f"from {snippet.stem} import" in suite_of(snippet)
     assert "def test_" in suite_of(snippet)
     assert any(f'"snippets/{name}' in page.read_text() for page in PAGES), "no page shows it"
+    assert any(f'tested("{name}")' in page.read_text() for page in PAGES), "no page says what it was tested with"
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda path: path.name)
@@ -149,8 +150,8 @@ def test_ci_runs_what_the_readme_says():
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda path: path.name)
 def test_record_on_the_default_torch_is_fresh(snippet, request):
-    if request.config.option.record or "run_script(" in suite_of(snippet):
-        return  # being written in this very run; or run as a script, whose output is compared instead
+    if request.config.option.record:
+        return  # being written in this very run
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     torch = next(line.removeprefix("torch==") for line in groups["test"] if line.startswith("torch=="))
     records = [

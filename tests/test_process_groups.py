@@ -60,9 +60,9 @@ def test_each_rank_is_in_its_groups(sp_size, groups, device):
     assert total.item() == dist.get_world_size()
 
 
+@pytest.mark.needs_torch("2.2")
 @every_grid
 def test_mesh_is_the_same_grid(sp_size, groups, device):
-    pytest.importorskip("torch.distributed.device_mesh", reason="create_mesh needs torch 2.2")
     sp_size = sp_size or dist.get_world_size()
     mesh = create_mesh(sp_size, device)
     parallel = create_parallel_groups(sp_size)
@@ -76,7 +76,7 @@ def test_mesh_is_the_same_grid(sp_size, groups, device):
     assert (mesh.get_local_rank("dp"), mesh.get_local_rank("sp")) == (parallel.dp_rank, parallel.sp_rank)
 
 
-@pytest.mark.parametrize("create", ["groups", "mesh"])
+@pytest.mark.parametrize("create", ["groups", pytest.param("mesh", marks=pytest.mark.needs_torch("2.2"))])
 @pytest.mark.parametrize("sp_size", [3, 0, -2, 8, "2", 1.5, 2.0, True])
 @pytest.mark.distributed(world_size=4)
 def test_sizes_that_do_not_fit_fail_on_every_rank_before_any_group_is_made(sp_size, create, monkeypatch):

@@ -31,6 +31,10 @@ def test_a_skipped_call_hangs_the_next_group(launch, recorded, device):
     with pytest.raises(pytest.fail.Exception) as hang:
         launch(make_a_group_that_others_skip, world_size=4, timeout=1.5, device=device)
     assert "in make_a_group_that_others_skip" in str(hang.value)
+    if torch.__version__ < (2, 2):  # two ranks read as addresses what the others wrote for two
+        assert sorted(re.findall(r"rank (\d): failed", str(hang.value))) == ["2", "3"]
+        assert "sizeof(impl_) == bytes.size()" in str(hang.value)
+        return
     # where each rank stands differs from run to run, in new_group or in the all-reduce
     hanging = sorted(re.findall(r"rank \d: did not finish", str(hang.value)))
     recorded("process-groups-skipped.txt", "".join(f"{line}\n" for line in hanging))

@@ -1,6 +1,8 @@
+import tomllib
+
 import pytest
 
-from records import code_hash
+from records import ROOT, TORCH_VERSIONS, by_number, code_hash, columns, status
 
 CODE = "def f(x):\n    return x + 1\n"
 
@@ -28,3 +30,44 @@ def test_words_do_not_make_a_record_stale(same):
 )
 def test_code_does(other):
     assert code_hash(other) != code_hash(CODE)
+
+
+def record(outcome="passed", stale=False, needs=()):
+    return {"outcome": outcome, "stale": stale, "needs_torch": list(needs)}
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        ([], "not run"),
+        ([record()], "passed"),
+        ([record(), record("failed")], "failed"),
+        ([record(), record(stale=True)], "stale"),
+        ([record("not run", stale=True, needs=["2.2"])], "stale"),
+        ([record("not run", needs=["2.2", "2.6"])], "needs 2.6"),
+        ([record("not run")], "not run"),
+        (
+            [record(needs=["2.2", "2.6"]), record("not run", needs=["2.2", "2.6"])],
+            "passed, but for what needs 2.2 and 2.6",
+        ),
+    ],
+)
+def test_the_compatibility_table_tells_apart(records, says):
+    assert status(records) == says
+
+
+def test_every_version_of_compat_test_has_a_column():
+    seen = [{"device": "NVIDIA H200", "torch": "2.11.0"}, {"device": "CPU", "torch": "2.14.0"}]
+    torchs = [torch for device, torch in columns(seen) if device == "CPU"]
+    assert set(torchs) == {*TORCH_VERSIONS, "2.14.0"}
+    assert torchs == sorted(torchs, key=by_number)
+    assert columns(seen)[-1] == ("NVIDIA H200", "2.11.0")
+
+
+def test_the_default_torch_is_one_of_them():
+    default = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["test"]
+    assert default[0].removeprefix("torch==") in TORCH_VERSIONS
+    for version in TORCH_VERSIONS:
+        pins = (ROOT / "requirements" / f"torch-{version}.txt").read_text().splitlines()
+        assert f"torch=={version}" in pins
+        assert default[1] in pins, "the same pytest"

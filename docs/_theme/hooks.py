@@ -3,9 +3,12 @@
 In a page, `{$ … $}` is a Jinja2 expression, `{$% … %$}` a statement, `{$# … #$}` a comment. An unknown name or a
 missing number fails the build. Known are:
 
-    {$ data.loss.speedup $}                  docs/_data/loss.json, and so on for each file there
+    {$ data.loss.speedup $}                  docs/_data/loss.json, and so on for each file there; for data.exit_hang a list, by
+                                             torch version
     {$ "%.2f" | format(data.loss.speedup) $} with two decimals
     {$ tested("loss.py") $}                  what snippets/loss.py was run with, and a link to the file
+    {$ compatibility() $}                    the table of all snippets on all versions and devices
+    {$ by_rank(["right", "ValueError"]) $}   one outcome for each rank, in words
 """
 
 import functools
@@ -24,7 +27,7 @@ from pymdownx.snippets import SnippetPreprocessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from records import ROOT, load_records
+from records import ROOT, by_number, columns, load_records, status
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -52,8 +55,12 @@ templates = jinja2.Environment(
 
 def on_config(config):
     """Reads data and records, anew for each build."""
-    data = {file.stem: json.loads(file.read_text()) for file in (ROOT / "docs" / "_data").glob("*.json")}
-    templates.globals.update(data=data, records=load_records())
+    folder = ROOT / "docs" / "_data"
+    data = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
+    for subfolder in ("differentiable_sums", "exit_hang"):
+        tables = [json.loads(file.read_text()) for file in (folder / subfolder).glob("*.json")]
+        data[subfolder] = sorted(tables, key=lambda table: (table["device"][:3] != "CPU", by_number(table["torch"])))
+    templates.globals.update(data=data, records=load_records(), by_rank=by_rank)
 
 
 def on_files(files, config):
@@ -74,31 +81,79 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Fills in `{$ … $}`. MkDocs names the page of an error."""
+    uri = page.file.src_uri
     try:
-        return templates.from_string(markdown).render(tested=functools.partial(tested, page.file.src_uri))
+        return templates.from_string(markdown).render(
+            tested=functools.partial(tested, uri), compatibility=functools.partial(compatibility, uri, files)
+        )
     except jinja2.TemplateError as error:
         raise PluginError(f"in {{$ … $}}: {error}") from error
 
 
 def tested(page_uri, snippet):
     """One line of Markdown, so that it can be indented: the snippet's runs, grouped, and a link to the file."""
-    runs = {}
+    ranks = {}
     for record in templates.globals["records"]:
         if record["snippet"] == snippet:
-            run = tuple(record[key] for key in ("torch", "python", "backend", "device", "date", "outcome", "stale"))
-            runs.setdefault(run, []).append(record["world_size"])
-    lines = [describe(*run, sorted(sizes)) for run, sizes in runs.items()] or ["Not run"]
+            run = ("python", "backend", "device", "date", "outcome", "stale", "torch")
+            needs = tuple(record["needs_torch"])
+            ranks.setdefault((needs, *(record[key] for key in run)), []).append(record["world_size"])
+    versions = {}
+    for (*run, torch), sizes in ranks.items():
+        versions.setdefault((*run, tuple(sorted(sizes, key=str))), []).append(torch)
+    runs = sorted(versions.items(), key=lambda item: by_number(item[1][-1]))
+    lines = [describe(sorted(torch, key=by_number), *run) for run, torch in runs] or ["Not run"]
     link = posixpath.relpath(f"snippets/{snippet}", posixpath.dirname(page_uri))
     lines.append(f'[Download {snippet}]({link}){{ download="{posixpath.basename(snippet)}" }}')
     return f'<small class="tested">{"<br>".join(lines)}</small>'
 
 
-def describe(torch, python, backend, device, date, outcome, stale, sizes):
+def describe(versions, needs, python, backend, device, date, outcome, stale, sizes):
+    if sizes == (None,):
+        return f"Not run with torch {words(versions)}: needs torch {needs[-1]}"
     result = "Tested" if outcome == "passed" else f'<strong class="failed">Tests {outcome}</strong>'
     python = ".".join(python.split(".")[:2])
-    ranks = " and ".join(", ".join(map(str, sizes)).rsplit(", ", 1)) + (" rank" if sizes == [1] else " ranks")
+    ranks = words(sizes) + (" rank" if sizes == (1,) else " ranks")
+    partly = f", but for what needs torch {words(needs)}" if needs else ""
     age = ', <strong class="stale">stale: the code has changed since</strong>' if stale else ""
-    return f"{result} with torch {torch}, Python {python}, {backend} on {device}, {ranks}, {date}{age}"
+    what = f"torch {words(versions)}, Python {python}, {backend} on {device}, {ranks}"
+    return f"{result} with {what}, {date}{partly}{age}"
+
+
+def words(values):
+    return " and ".join(", ".join(map(str, values)).rsplit(", ", 1))
+
+
+def compatibility(page_uri, files):
+    """A Markdown table: for each snippet and (device, torch), its tests' outcome, or why there is none."""
+    records = templates.globals["records"]
+    known = columns(records)
+    pages = {}
+    for file in files.documentation_pages():
+        if file.src_uri.endswith(".md"):
+            for snippet in re.findall(r'tested\("(.*?)"\)', file.content_string):
+                pages[snippet] = posixpath.relpath(file.src_uri, posixpath.dirname(page_uri))
+    lines = ["| Snippet |" + "".join(f" torch {torch}, {device} |" for device, torch in known)]
+    lines.append("| --- |" + " --- |" * len(known))
+    for path in sorted((ROOT / "snippets").rglob("*.py")):
+        name = path.relative_to(ROOT / "snippets").as_posix()
+        faulty = " (faulty)" if path.read_text().startswith('"""FAULTY') else ""
+        cells = []
+        for device, torch in known:
+            of = [r for r in records if (r["snippet"], r["device"], r["torch"]) == (name, device, torch)]
+            cells.append(f'<span class="{status(of).split(",")[0].split(" ")[0]}">{status(of)}</span>')
+        lines.append(f"| [{name}]({pages[name]}){faulty} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def by_rank(outcomes):
+    """`right`, where all ranks agree, else `right on 0 and 1; ValueError on 2 and 3`."""
+    groups = {}
+    for rank, outcome in enumerate(outcomes):
+        groups.setdefault(outcome, []).append(rank)
+    if len(groups) == 1:
+        return outcomes[0]
+    return "; ".join(f"{outcome} on {words(ranks)}" for outcome, ranks in groups.items())
 
 
 def on_page_content(content, page, config, files):
