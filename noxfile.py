@@ -11,7 +11,10 @@ nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["docs-test"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
-TORCH_VERSIONS = [file.stem.removeprefix("torch-") for file in sorted(Path("requirements").glob("torch-*.txt"))]
+TORCH_VERSIONS = sorted(
+    (file.stem.removeprefix("torch-") for file in Path("requirements").glob("torch-*.txt")),
+    key=lambda version: [int(number) for number in version.split(".")],
+)
 SNIPPETS = sorted(Path("snippets").rglob("*.py"))
 NO_NOTICE = {"NO_MKDOCS_2_WARNING": "1"}
 
