@@ -11,6 +11,7 @@ import time
 
 import torch
 import torch.distributed as dist
+
 from measured import DATA, write
 
 RUNS, RANKS, LIMIT = 250, 4, 4.0

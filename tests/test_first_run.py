@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from first_run import MEAN_LOSS, NUM_LABELS
 from records import ROOT
@@ -27,9 +28,19 @@ def test_the_ranks_agree(run_script, record_property):
             assert number_after(word, output) == pytest.approx(numbers[rank], abs=5e-5)
 
 
-def test_through_torchrun_as_the_page_shows_it(recorded):
+def run_through_torchrun(command, timeout):
     torchrun = Path(sys.executable).with_name("torchrun")
-    run = subprocess.run([torchrun, *COMMAND.split()[1:]], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    return subprocess.run([torchrun, *command.split()[1:]], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def test_through_torchrun_as_the_page_shows_it(recorded):
+    try:
+        run = run_through_torchrun(COMMAND, timeout=40)
+    except subprocess.TimeoutExpired:
+        if torch.__version__ >= (2, 4):
+            raise
+        # once in a hundred runs a rank hangs in destroy_process_group there: see the page on legacy torch
+        run = run_through_torchrun(COMMAND, timeout=40)
     assert run.returncode == 0, run.stderr
     recorded("first-run.txt", f"$ {COMMAND}\n{run.stdout}")
 

@@ -3,8 +3,8 @@
 In a page, `{$ … $}` is a Jinja2 expression, `{$% … %$}` a statement, `{$# … #$}` a comment. An unknown name or a
 missing number fails the build. Known are:
 
-    {$ data.loss.speedup $}                  docs/_data/loss.json, and so on for each file there; for data.exit_hang a list, by
-                                             torch version
+    {$ data.loss.speedup $}                  docs/_data/loss.json, and so on for each file there
+    {$ data.exit_hang[0].hung $}             a folder's files, by torch version
     {$ "%.2f" | format(data.loss.speedup) $} with two decimals
     {$ tested("loss.py") $}                  what snippets/loss.py was run with, and a link to the file
     {$ compatibility() $}                    the table of all snippets on all versions and devices
