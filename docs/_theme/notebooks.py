@@ -370,7 +370,7 @@ def outputs_html(cell, figure_id: str) -> str:
         raise ValueError(f"{len(figures)} figures: draw one in a cell, so that it has an alt text of its own")
     if figures and not cell.metadata.get("alt", "").strip():
         raise ValueError('a figure without alt text: it stands in the cell\'s metadata, as "alt"')
-    rows = []
+    rows, longest = [], 0
     for output in cell.outputs:
         ranks, text = output.get("metadata", {}).get("ranks"), text_of(output)
         if ranks:
@@ -382,8 +382,10 @@ def outputs_html(cell, figure_id: str) -> str:
         if kinds:
             raise ValueError(f"an output of type {', '.join(kinds)}, which pages do not show: print text or draw SVG")
         if text.strip():
+            longest = max(longest, *map(len, text.splitlines()))
             rows.append(f"<dd><pre>{html.escape(text.rstrip(), quote=False)}</pre></dd>")
-    boxes = f'<dl class="output">{"".join(rows)}</dl>' if rows else ""
+    kind = "output long" if longest > 40 else "output"
+    boxes = f'<dl class="{kind}">{"".join(rows)}</dl>' if rows else ""
     return boxes + "".join(f"<figure>{inline_svg(svg, cell.metadata.alt, figure_id)}</figure>" for svg in figures)
 
 
@@ -423,10 +425,11 @@ def inline_svg(svg: str, alt: str, figure_id: str) -> str:
             element.set("href", "#" + new_ids[element.attrib.pop(XLINK)[1:]])
         for name, value in element.attrib.items():
             element.set(name, re.sub(r"url\(#([^)]+)\)", lambda match: f"url(#{new_ids[match[1]]})", value))
-    width = float(root.get("viewBox").split()[2])
+    width = float(root.get("viewBox").split()[2]) / 20  # rem; on a narrow screen it scrolls, see site.css
     for name in ("width", "height", "version"):
         root.attrib.pop(name, None)
-    root.attrib |= {"role": "img", "aria-label": " ".join(alt.split()), "style": f"max-width: {width / 20:.1f}rem"}
+    root.attrib |= {"role": "img", "aria-label": " ".join(alt.split())}
+    root.set("style", f"min-width: {min(width, 24):.1f}rem; max-width: {width:.1f}rem")
     text = ElementTree.tostring(root, encoding="unicode")
     return re.sub(r"\s+", " ", re.sub(r">\s+<", "><", text))
 
