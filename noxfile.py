@@ -8,6 +8,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["docs-test"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+SITE = ("test", "quiet", "site", "notebooks")  # the build executes the notebooks
 NO_NOTICE = {"NO_MKDOCS_2_WARNING": "1"}
 
 
@@ -35,21 +36,21 @@ def is_there(session: nox.Session, requirement: str) -> bool:
 @nox.session
 def serve(session: nox.Session) -> None:
     """Builds the site and serves it with live reload."""
-    install(session, "site")
+    install(session, *SITE)
     session.run("mkdocs", "serve", "--livereload", *session.posargs, env=NO_NOTICE, external=True)
 
 
 @nox.session(name="docs-build")
 def docs_build(session: nox.Session) -> None:
     """Builds the site into site/; any warning fails it."""
-    install(session, "site")
+    install(session, *SITE)
     session.run("mkdocs", "build", "--strict", *session.posargs, env=NO_NOTICE, external=True)
 
 
 @nox.session(name="docs-test")
 def docs_test(session: nox.Session) -> None:
     """Proves the documentation: snippets on real ranks, their faults, the pages. Options: --device, --record."""
-    install(session, "test", "quiet", "site", needed="test")
+    install(session, *SITE, needed="test")
     session.run("python", "-m", "pytest", "--ignore=tests/test_launcher.py", *session.posargs, external=True)
 
 

@@ -2,7 +2,10 @@
 
 import datetime
 import json
+import os
 import platform
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -40,6 +43,23 @@ def recorded(request: pytest.FixtureRequest):
         assert text == file.read_text(), f"not what {file.relative_to(ROOT)} shows: read its page, then use --record"
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The built site: any warning fails the build."""
+    for package in ("material", "mkdocs_jupyter", "ipyparallel", "matplotlib"):
+        pytest.importorskip(package, reason=f"the site was not built: {package} is not installed")
+    target = tmp_path_factory.mktemp("site")
+    build = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", target],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert build.returncode == 0, build.stderr
+    return target
 
 
 class Recorder:

@@ -46,6 +46,7 @@ from pygments.formatters import HtmlFormatter
 
 log = logging.getLogger("mkdocs.hooks.notebooks")
 ROOT = Path(__file__).resolve().parents[2]
+SNIPPETS = ROOT / "snippets"
 CACHE = ROOT / ".cache" / "notebooks"
 PACKAGES = ("torch", "ipyparallel", "ipykernel", "ipython", "matplotlib", "nbclient")
 
@@ -114,7 +115,7 @@ def cache_key(notebook: Path) -> str:
     return hashlib.sha256(b"\0".join([*parts, platform.python_version().encode()])).hexdigest()
 
 
-def imported_snippets(code: str, snippets: Path = ROOT / "snippets") -> list[Path]:
+def imported_snippets(code: str) -> list[Path]:
     """The snippets that the code imports, and those that they import."""
     found, waiting = set(), [code]
     while waiting:
@@ -122,7 +123,7 @@ def imported_snippets(code: str, snippets: Path = ROOT / "snippets") -> list[Pat
         for node in ast.walk(ast.parse("\n".join(lines))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            new = {snippets / f"{name}.py" for name in names if (snippets / f"{name}.py").exists()} - found
+            new = {path for name in names if (path := SNIPPETS / f"{name}.py").exists()} - found
             found |= new
             waiting += [path.read_text() for path in new]
     return sorted(found)
@@ -245,7 +246,7 @@ def tidy(cell) -> None:
         first, *parts = FROM_ENGINE.split(text)
         for *rank, part in zip(*[iter(parts)] * 4, strict=True):
             rank = int(next(filter(None, rank)))
-            ranks[rank] = ranks.get(rank, "") + part
+            ranks[rank] = ranks.get(rank, "") + part.rstrip("\n") + "\n"
         if output.output_type == "error":
             output.traceback = first.splitlines()
             others.append(output)
@@ -254,7 +255,7 @@ def tidy(cell) -> None:
             others.append(output)
     by_text = {}
     for rank, text in sorted(ranks.items()):
-        by_text.setdefault(text.rstrip("\n") + "\n", []).append(rank)
+        by_text.setdefault(text, []).append(rank)
     cell.outputs = [
         nbformat.v4.new_output(
             "display_data",
@@ -463,7 +464,7 @@ def mend_links(soup, page, files) -> None:
         if address.path:
             path = posixpath.normpath(posixpath.join("notebooks", urllib.parse.unquote(address.path)))
             target = files.get_file_from_path(path.removeprefix("docs/"))
-            if target is None or path.startswith("/"):
+            if target is None or not (ROOT / path).is_file():
                 log.warning(f"Notebook '{page.file.src_uri}' links to '{link['href']}', which is not on the site")
                 continue
             link["href"] = target.url_relative_to(page.file)
@@ -481,3 +482,5 @@ def mend_formulas(soup) -> None:
         new = re.sub(r"\$\$(.+?)\$\$", r'<div class="arithmatex">\\[\1\\]</div>', new, flags=re.S)
         new = re.sub(r"\$(.+?)\$", r'<span class="arithmatex">\\(\1\\)</span>', new, flags=re.S)
         text.replace_with(BeautifulSoup(new, "html.parser"))
+    for formula in soup.select("p > div.arithmatex:only-child"):
+        formula.parent.unwrap()
