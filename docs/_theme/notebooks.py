@@ -1,7 +1,7 @@
 """Adds to the build: notebooks/*.ipynb, executed, and their pages as lean and as well linked as those of Markdown.
 
-`execute` runs a notebook where a reader would, in its own folder, and keeps the result in .cache/notebooks/ until the
-notebook, a snippet that it imports, or a package changes. mkdocs-jupyter then shows that result, and
+`execute` runs a notebook where a reader would, in its own folder, and keeps the result in .cache/notebooks/ until its
+code, a snippet that it imports, or a package changes. mkdocs-jupyter then shows that result, and
 `on_page_content` mends what it makes. In a notebook,
 
     links are relative paths in the repository, `../docs/tutorial/loss.md`, so they work in Jupyter too;
@@ -85,34 +85,41 @@ shutil.rmtree(folder, ignore_errors=True)
 
 def execute(notebook: Path, cache: Path = CACHE, timeout: int = 60) -> Path:
     """The executed notebook, from the cache or from a run in which no cell takes longer than `timeout` seconds."""
-    result, key = cache / notebook.name, cache_key(notebook)
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        if json.loads(result.read_text())["metadata"]["executed"]["key"] == key:
-            return result
-    log.info(f"Executing {relative(notebook)}")
-    executed = run(notebook, timeout)
-    executed.metadata.executed = {
-        "torch": version("torch").split("+")[0],
-        "python": platform.python_version(),
-        "device": "CPU",
-        "date": datetime.date.today().isoformat(),
-        "key": key,
-    }
+    result, source = cache / notebook.name, nbformat.read(notebook, as_version=4)
+    key = cache_key(notebook, source)
+    try:
+        executed = nbformat.read(result, as_version=4)
+    except (OSError, ValueError):
+        executed = source
+    if executed.metadata.get("executed", {}).get("key") != key:
+        log.info(f"Executing {relative(notebook)}")
+        executed = run(notebook, timeout)
+        executed.metadata.executed = {
+            "torch": version("torch").split("+")[0],
+            "python": platform.python_version(),
+            "device": "CPU",
+            "date": datetime.date.today().isoformat(),
+            "key": key,
+        }
+    for cell, with_outputs in zip(code_cells(source), code_cells(executed), strict=True):
+        cell.outputs, cell.execution_count = with_outputs.outputs, with_outputs.execution_count
+    source.metadata = executed.metadata
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=cache, delete=False) as file:
-        nbformat.write(executed, file)
+        nbformat.write(source, file)
     os.chmod(file.name, 0o644)
     os.replace(file.name, result)
     return result
 
 
-def cache_key(notebook: Path) -> str:
-    source = nbformat.read(notebook, as_version=4)
-    code = "\n".join(cell.source for cell in source.cells if cell.cell_type == "code")
-    files = [notebook, Path(__file__), *sorted(notebook.parent.glob("*.mplstyle")), *imported_snippets(code)]
-    parts = [file.read_bytes() for file in files]
-    parts += [f"{name} {version(name)}".encode() for name in PACKAGES]
-    return hashlib.sha256(b"\0".join([*parts, platform.python_version().encode()])).hexdigest()
+def cache_key(notebook: Path, source) -> str:
+    """Changes with all that outputs may depend on. Markdown cells and alt texts are not part of it."""
+    code = [[cell.source, cell.metadata.get("tags")] for cell in code_cells(source)]
+    snippets = imported_snippets("\n".join(text for text, _ in code))
+    files = [Path(__file__), *sorted(notebook.parent.glob("*.mplstyle")), *snippets]
+    versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
+    parts = [json.dumps([code, versions]).encode(), *(file.read_bytes() for file in files)]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def imported_snippets(code: str) -> list[Path]:
