@@ -218,7 +218,11 @@ def test_the_users_own_settings_do_not_matter(written, tmp_path, monkeypatch):
     startup = tmp_path / "ipython" / "profile_default" / "startup"
     startup.mkdir(parents=True)
     (startup / "mine.py").write_text("print('mine')")
+    kernel = tmp_path / "jupyter" / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    (kernel / "kernel.json").write_text('{"argv": ["false"], "display_name": "mine", "language": "python"}')
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     executed = notebooks.execute(written("print('ours')"), cache=tmp_path / "cache")
     assert [output.text for output in nbformat.read(executed, as_version=4).cells[0].outputs] == ["ours\n"]
     assert [path.name for path in (tmp_path / "ipython" / "profile_default").iterdir()] == ["startup"]
