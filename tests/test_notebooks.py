@@ -188,7 +188,8 @@ def test_a_kernel_that_dies(written, tmp_path, nothing_left):
 def test_a_build_that_is_stopped(name, written, tmp_path, nothing_left):
     reached = tmp_path / "reached"
     path = written(DETACHED + f"\nopen({str(reached)!r}, 'w').close()\nimport time\ntime.sleep(600)")
-    code = f"import notebooks, pathlib; notebooks.execute(pathlib.Path({str(path)!r}))"
+    code = "import notebooks, pathlib, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"notebooks.execute(pathlib.Path({str(path)!r}))"
     build = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "docs" / "_theme", stderr=subprocess.PIPE)
     wait_until(reached.exists)
     build.send_signal(getattr(signal, name))
