@@ -303,6 +303,7 @@ def clean(text: str) -> str:
     text = re.sub(r"\b0x[0-9a-f]{8,}", "0x…", text)
     text = re.sub(r"Cell In\[\d+\]", "Cell", text)  # pages show no such numbers
     text = re.sub(r"^-{70,}\n", "", text, flags=re.M)
+    text = re.sub(r" {2,}(?=Traceback \(most recent)", "  ", text)
     # Of a library's frames in a traceback only the line that was run.
     library = r"(?m)^(File (?:site-packages|python3).*\n)((?:[- ].*\n)+)"
     return re.sub(library, lambda frame: frame[1] + "".join(re.findall(r"^-.*\n", frame[2], re.M)), text)
