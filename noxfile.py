@@ -16,6 +16,7 @@ TORCH_VERSIONS = sorted(
     key=lambda version: [int(number) for number in version.split(".")],
 )
 SNIPPETS = sorted(Path("snippets").rglob("*.py"))
+SITE = ("test", "quiet", "site", "notebooks")  # the build executes the notebooks
 NO_NOTICE = {"NO_MKDOCS_2_WARNING": "1"}
 
 
@@ -43,21 +44,21 @@ def is_there(session: nox.Session, requirement: str) -> bool:
 @nox.session
 def serve(session: nox.Session) -> None:
     """Builds the site and serves it with live reload."""
-    install(session, "site")
+    install(session, *SITE)
     session.run("mkdocs", "serve", "--livereload", *session.posargs, env=NO_NOTICE, external=True)
 
 
 @nox.session(name="docs-build")
 def docs_build(session: nox.Session) -> None:
     """Builds the site into site/; any warning fails it."""
-    install(session, "site")
+    install(session, *SITE)
     session.run("mkdocs", "build", "--strict", *session.posargs, env=NO_NOTICE, external=True)
 
 
 @nox.session(name="docs-test")
 def docs_test(session: nox.Session) -> None:
     """Proves the documentation: snippets on real ranks, their faults, the pages. Options: --device, --record."""
-    install(session, "test", "quiet", "site", needed="test")
+    install(session, *SITE, needed="test")
     session.run("python", "-m", "pytest", "--ignore=tests/test_launcher.py", *session.posargs, external=True)
 
 

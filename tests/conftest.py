@@ -3,7 +3,10 @@
 import datetime
 import json
 import operator
+import os
 import platform
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -77,6 +80,23 @@ def tabulated(request: pytest.FixtureRequest):
         assert rows == json.loads(file.read_text())["rows"]
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The built site: any warning fails the build."""
+    for package in ("material", "mkdocs_jupyter", "ipyparallel", "matplotlib"):
+        pytest.importorskip(package, reason=f"the site was not built: {package} is not installed")
+    target = tmp_path_factory.mktemp("site")
+    build = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", target],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert build.returncode == 0, build.stderr
+    return target
 
 
 class Recorder:

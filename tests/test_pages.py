@@ -5,10 +5,8 @@ compares; every command is one that a test or .ci/run runs; the site builds with
 """
 
 import html.parser
-import os
+import json
 import re
-import subprocess
-import sys
 import textwrap
 import tomllib
 
@@ -198,33 +196,33 @@ class Built(html.parser.HTMLParser):
             self.blocks[-1] += data
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    pytest.importorskip("material", reason="the site was not built: mkdocs-material is not installed")
-    target = tmp_path_factory.mktemp("site")
-    build = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", target],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert build.returncode == 0, build.stderr
-    return target
-
-
 def test_every_block_that_a_reader_sees_is_run(site):
     """Also what the Markdown hides from the check above: indented blocks, other fences, macros."""
     shown = {normal(file.read_text()) for file in OUTPUT.glob("*")} | {normal(f"$ {line}") for line in RUN_BY_CI}
     for snippet in SNIPPETS:
         text = snippet.read_text()
         shown |= {normal(section) for section in sections(text).values()} | {normal(MARKER.sub("", text))}
+    for notebook in site.glob("notebooks/*/*.ipynb"):
+        shown |= {normal(block) for block in blocks_of(json.loads(notebook.read_text()))}
     pages = {page: Built(page.read_text()) for page in site.rglob("*.html")}
     typed = [
         (page.name, block) for page, built in pages.items() for block in built.blocks if normal(block) not in shown
     ]
     assert typed == []
     assert sum(len(built.blocks) for built in pages.values()) >= len(SNIPPETS)
+
+
+def blocks_of(notebook: dict) -> list[str]:
+    """The sources and the outputs of an executed notebook, those of ranks without the ranks."""
+    blocks = []
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            blocks.append("".join(cell["source"]))
+            for output in cell["outputs"]:
+                text = output.get("text") or output.get("data", {}).get("text/plain") or output.get("traceback", [])
+                text = ("\n" if "traceback" in output else "").join(text)
+                blocks.append(re.sub(r"^\[ranks? [\d, ]+\]\s", "", text))
+    return blocks
 
 
 def normal(block: str) -> str:

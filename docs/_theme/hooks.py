@@ -142,7 +142,8 @@ def compatibility(page_uri, files):
         for device, torch in known:
             of = [r for r in records if (r["snippet"], r["device"], r["torch"]) == (name, device, torch)]
             cells.append(f'<span class="{status(of).split(",")[0].split(" ")[0]}">{status(of)}</span>')
-        lines.append(f"| [{name}]({pages[name]}){faulty} | {' | '.join(cells)} |")
+        link = f"[{name}]({pages[name]})" if name in pages else name
+        lines.append(f"| {link}{faulty} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
