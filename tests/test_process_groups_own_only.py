@@ -31,9 +31,13 @@ def test_a_skipped_call_hangs_the_next_group(launch, recorded, device):
     with pytest.raises(pytest.fail.Exception) as hang:
         launch(make_a_group_that_others_skip, world_size=4, timeout=1.5, device=device)
     assert "in make_a_group_that_others_skip" in str(hang.value)
-    if torch.__version__ < (2, 2):  # two ranks read as addresses what the others wrote for two
-        assert sorted(re.findall(r"rank (\d): failed", str(hang.value))) == ["2", "3"]
-        assert "sizeof(impl_) == bytes.size()" in str(hang.value)
+    if torch.__version__ < (2, 4):
+        # On 2.1 two ranks read as addresses what the others wrote for two; on 2.3 a rank was seen to fail once.
+        states = re.findall(r"rank (\d): (?:did not finish|failed)", str(hang.value))
+        assert sorted(set(states)) == ["0", "1", "2", "3"]
+        assert "had finished" not in str(hang.value)
+        if torch.__version__ < (2, 2):
+            assert "sizeof(impl_) == bytes.size()" in str(hang.value)
         return
     # where each rank stands differs from run to run, in new_group or in the all-reduce
     hanging = sorted(re.findall(r"rank \d: did not finish", str(hang.value)))
