@@ -30,6 +30,7 @@ def test_fault_is_caught(fault, pytester, monkeypatch, request):
         "--override-ini=rank_timeout=2",
         "--exitfirst",
         "-pno:cacheprovider",
+        "-pno:hypothesispytest",  # its plugin takes seconds for each failure
     )
     passed, skipped, failed = run.listoutcomes()
     assert not skipped
