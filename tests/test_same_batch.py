@@ -285,12 +285,3 @@ def sample_by_global_rank(device):
 def test_a_sampler_by_global_rank_is_found(launch, recorded, device):
     outputs = launch(sample_by_global_rank, world_size=4, timeout=20, device=device)
     recorded("same-batch.txt", outputs[2])
-
-
-def print_without_workers(device):
-    torch.manual_seed(dist.get_rank())
-    loader = create_loader(Augmented(8), batch_size=1, dp_rank=0, dp_size=1)
-    loader.sampler.set_epoch(0)
-    batch = next(iter(loader))
-    with pytest.raises(ValueError, match="noise"):
-        check_same_batch(batch, None)

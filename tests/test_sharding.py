@@ -70,6 +70,9 @@ def random_rows(seed, rows, seq):
     generator = random.Random(seed)
     made = [sample(random_documents(generator, seq)) for _ in range(rows)]
     for row in made:
+        if generator.random() < 0.3:  # the row begins within a document, up to where the next one starts
+            end = [*row["position_ids"], 0].index(0, 1)
+            row["position_ids"][:end] = range(9, 9 + end)
         row["labels"] = [-100 if generator.random() < 0.2 else label for label in row["labels"]]
     return made
 

@@ -48,11 +48,11 @@ def print_both(device):
     batch = batch_of_one_document(1, 12, device)
     faulty, right = shard_then_shift(batch, None), shard_batch(batch, None)
     if dist.get_rank() == 0:
-        print(f"{'':6} {'input_ids':13} {'shifted after':15} {'shifted before':15} {'positions':10} right")
+        print(f"{'':6} {'input_ids':13} {'shift_labels':15} {'right':15} {'position_ids':13} right")
     columns = [faulty["input_ids"], faulty["shift_labels"], right["shift_labels"]]
     columns += [faulty["position_ids"], right["position_ids"]]
     texts = [str(x[0].tolist()) for x in columns]
-    print(f"rank {dist.get_rank()} {texts[0]:13} {texts[1]:15} {texts[2]:15} {texts[3]:10} {texts[4]}")
+    print(f"rank {dist.get_rank()} {texts[0]:13} {texts[1]:15} {texts[2]:15} {texts[3]:13} {texts[4]}")
 
 
 def test_side_by_side(launch, recorded, device):
