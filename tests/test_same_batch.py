@@ -103,7 +103,8 @@ def test_workers_augment_alike_within_a_group_though_ranks_have_seeds_of_their_o
     groups = create_parallel_groups(2)
     torch.manual_seed(dist.get_rank())  # as for dropout
     random.seed(dist.get_rank())
-    loader = create_loader(Augmented(8), batch_size=2, dp_rank=groups.dp_rank, dp_size=2, num_workers=1)
+    workers = {"num_workers": 1, "multiprocessing_context": "fork"}  # a rank's default would import torch anew
+    loader = create_loader(Augmented(8), batch_size=2, dp_rank=groups.dp_rank, dp_size=2, **workers)
     noise = []
     for batch in loader:
         check_same_batch(batch, groups.sp)
