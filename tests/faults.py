@@ -797,6 +797,7 @@ FAULTS = [
         "if dist.get_rank(group) < 0:",
         "if False:",
         "test_a_group_of_others_is_refused",
+    ),
     # --------------------------------------------------------------------------------- attention.py
     Fault(
         "every sp-th head, not neighbouring ones",
