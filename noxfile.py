@@ -58,8 +58,9 @@ def docs_build(session: nox.Session) -> None:
 @nox.session(name="docs-test")
 def docs_test(session: nox.Session) -> None:
     """Proves the documentation: snippets on real ranks, their faults, the pages. Options: --device, --record."""
-    install(session, *SITE, needed="test")
-    session.run("python", "-m", "pytest", "--ignore=tests/test_launcher.py", *session.posargs, external=True)
+    install(session, *SITE, "parallel", needed="test")
+    parallel = ["-n2", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
+    session.run("python", "-m", "pytest", "--ignore=tests/test_launcher.py", *parallel, *session.posargs, external=True)
 
 
 @nox.session(name="compat-test", python="3.11")  # legacy torch has no wheels for later ones

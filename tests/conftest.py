@@ -32,13 +32,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): on one worker of pytest-xdist")
     config.addinivalue_line("markers", "needs_torch(version): not run on an older torch, as its record then says")
-    if config.option.record:
+    if config.option.record and not hasattr(config, "workerinput"):  # pytest-xdist: the workers' reports come together
         option = config.option
         selected = option.keyword or option.markexpr or option.deselect or option.maxfail
         if selected or any("::" in argument for argument in config.args):
             raise pytest.UsageError("--record takes whole test files: a record counts all tests of a snippet")
         config.pluginmanager.register(Recorder(device_name(config)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "site" in item.fixturenames or item.path.name == "test_notebooks.py":
+            item.add_marker(pytest.mark.xdist_group("site"))  # so that it is built once
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

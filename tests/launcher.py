@@ -37,12 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "distributed(world_size, timeout): run the body on every rank of a process group"
     )
-    config.stash[runs_key] = Counter()
     if config.option.device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA device here")
-
-
-runs_key = pytest.StashKey[Counter]()
 
 
 def backend_for(device: str, world_size: int) -> str:
@@ -114,7 +110,6 @@ def _run_function(
         device=config.option.device,
         rendezvous=str(directory / "rendezvous"),
     )
-    config.stash[runs_key][backend] += 1
     item.user_properties += [("world_size", world_size), ("backend", backend)]
     style = config.option.tbstyle
     return run_on_ranks(
@@ -199,7 +194,11 @@ def run_script(tmp_path_factory: pytest.TempPathFactory):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for backend, count in config.stash[runs_key].items():
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    backends = Counter(
+        dict(report.user_properties).get("backend") for report in reports if getattr(report, "when", "") == "call"
+    )
+    for backend, count in backends.items() - {(None, backends[None])}:
         terminalreporter.line(
             f"{count} tests ran on real ranks: {describe(config.option.device, backend)}, torch {torch.__version__}"
         )
