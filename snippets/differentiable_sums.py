@@ -13,7 +13,7 @@ def nn_all_reduce(x, group):
 
 
 def nn_all_gather(x, group):
-    """Backward fails in groups that do not begin at global rank 0."""
+    """Backward fails in groups other than the first ranks of the world."""
     return torch.stack(dist_fn.all_gather(x, group=group)).sum(0)
 
 

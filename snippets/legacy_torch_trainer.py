@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 4 snippets/legacy_torch_trainer.py
 """
 
+# --8<-- [start:trainer]
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from loss_all_gather import all_gather_loss
 from process_groups import create_parallel_groups
 
 
-# --8<-- [start:trainer]
 def main():
     dist.init_process_group("gloo")
     groups = create_parallel_groups(sequence_parallel_size=2)

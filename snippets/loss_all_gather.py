@@ -6,7 +6,7 @@ import torch.distributed.nn.functional as dist_fn
 
 # --8<-- [start:faulty]
 def all_gather_loss(loss, weight, group):
-    """Right forward; backward fails in groups that do not begin at rank 0."""
+    """Right forward; backward fails in all groups but the first ranks."""
     weight = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
     losses = torch.stack(dist_fn.all_gather(loss, group=group))
     weights = torch.stack(dist_fn.all_gather(weight, group=group))

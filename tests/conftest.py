@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from records import OUTPUT, RECORDS, ROOT, TORCH_VERSIONS, by_number, code_hash
+from records import OUTPUT, RECORDS, ROOT, TORCH_VERSIONS, by_number, hash_of
 
 pytest_plugins = ["pytester"]
 TORCH = torch.__version__.split("+")[0]
+SNIPPETS = ROOT / "snippets"
+WHOLE_FILES = "--record takes whole test files: a record counts all tests of a snippet"
 
 
 def device_name(config: pytest.Config) -> str:
@@ -36,10 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_torch(version): not run on an older torch, as its record then says")
     if config.option.record and not hasattr(config, "workerinput"):  # pytest-xdist: the workers' reports come together
         option = config.option
-        selected = option.keyword or option.markexpr or option.deselect or option.maxfail
-        if selected or any("::" in argument for argument in config.args):
-            raise pytest.UsageError("--record takes whole test files: a record counts all tests of a snippet")
+        if option.maxfail or any("::" in argument for argument in config.args):
+            raise pytest.UsageError(WHOLE_FILES)
         config.pluginmanager.register(Recorder(device_name(config)))
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if items[0].config.option.record:
+        raise pytest.UsageError(WHOLE_FILES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -117,30 +123,37 @@ class Recorder:
         self.device = device
         self.outcomes = defaultdict(list)
         self.needs_torch = defaultdict(set)
+        self.failed = set()
+        # What runs is what stands there now, whatever is edited meanwhile.
+        snippets = {path.relative_to(SNIPPETS).as_posix(): path for path in SNIPPETS.rglob("*.py")}
+        self.hashes = {name: hash_of(path) for name, path in snippets.items()}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         run = dict(report.user_properties)
         test = Path(report.nodeid.split("::")[0])
-        snippet = Path(*test.parts[1:-1], test.name.removeprefix("test_"))  # tests/ mirrors snippets/
-        if not (ROOT / "snippets" / snippet).exists() or run.get("device", self.device) != self.device:
+        snippet = Path(*test.parts[1:-1], test.name.removeprefix("test_")).as_posix()  # tests/ mirrors snippets/
+        if snippet not in self.hashes or run.get("device", self.device) != self.device:
             return
+        if report.failed:  # in setup or teardown as well, and whether on ranks or not
+            self.failed.add(snippet)
         if report.when == "setup" and "needs_torch" in run:
-            self.needs_torch[snippet.as_posix()].add(run["needs_torch"])
+            self.needs_torch[snippet].add(run["needs_torch"])
         elif report.when == "call" and "backend" in run:
-            self.outcomes[snippet.as_posix(), run["backend"], run["world_size"]].append(report.outcome)
+            self.outcomes[snippet, run["backend"], run["world_size"]].append(report.outcome)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return  # interrupted: not all tests have run
         file = RECORDS / f"{file_stem(self.device)}.json"
-        ran = {snippet for snippet, _, _ in self.outcomes}
-        nothing_ran = {(snippet, None, None): [] for snippet in self.needs_torch if snippet not in ran}
+        seen = {snippet for snippet, _, _ in self.outcomes}
+        nothing_ran = {(snippet, None, None): [] for snippet in {*self.needs_torch, *self.failed} - seen}
+        runs = {**self.outcomes, **nothing_ran}
         old = json.loads(file.read_text()) if file.exists() else []
-        kept = [record for record in old if record["snippet"] not in ran | self.needs_torch.keys()]
+        kept = [record for record in old if record["snippet"] not in {snippet for snippet, _, _ in runs}]
         new = [
             {
                 "snippet": snippet,
-                "code": code_hash((ROOT / "snippets" / snippet).read_text()),
+                "code": self.hashes[snippet],
                 "torch": TORCH,
                 "python": platform.python_version(),
                 "backend": backend,
@@ -148,10 +161,10 @@ class Recorder:
                 "world_size": world_size,
                 "tests": len(outcomes) - outcomes.count("skipped"),
                 "needs_torch": sorted(self.needs_torch[snippet], key=by_number),
-                "outcome": "failed" if "failed" in outcomes else "passed" if "passed" in outcomes else "not run",
+                "outcome": "failed" if snippet in self.failed else "passed" if "passed" in outcomes else "not run",
                 "date": datetime.date.today().isoformat(),
             }
-            for (snippet, backend, world_size), outcomes in {**self.outcomes, **nothing_ran}.items()
+            for (snippet, backend, world_size), outcomes in runs.items()
         ]
         RECORDS.mkdir(parents=True, exist_ok=True)
         key = operator.itemgetter("snippet", "backend", "world_size")  # a snippet without a backend has one record

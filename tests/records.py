@@ -8,6 +8,7 @@ import ast
 import hashlib
 import io
 import json
+import re
 import tokenize
 from pathlib import Path
 
@@ -17,8 +18,8 @@ OUTPUT = ROOT / "docs" / "_data" / "output"
 
 
 def by_number(version: str) -> list[int]:
-    """The key that sorts 2.13 behind 2.2."""
-    return [int(number) for number in version.split(".")]
+    """The key that sorts 2.13 behind 2.2, and takes what containers call their torch, such as 2.6.0a0."""
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 # What `nox -s compat-test` runs.
@@ -45,12 +46,24 @@ def code_hash(source: str) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
+def hash_of(snippet: Path) -> str:
+    """The hash of a snippet and of those that it imports, from the same folder."""
+    found, waiting = [], [snippet]
+    while waiting:
+        found.append(waiting.pop())
+        for node in ast.walk(ast.parse(found[-1].read_text())):
+            if isinstance(node, ast.ImportFrom) and (imported := snippet.with_name(f"{node.module}.py")).exists():
+                waiting += {imported} - {*found, *waiting}
+    hashes = [code_hash(path.read_text()) for path in sorted(found)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+
+
 def load_records() -> list[dict]:
-    """All records, each with `stale`: whether the snippet's code is another one by now."""
+    """All records, each with `stale`: whether the code is another one by now, the snippet's or what it imports."""
     records = [record for file in sorted(RECORDS.glob("*.json")) for record in json.loads(file.read_text())]
     for record in records:
         snippet = ROOT / "snippets" / record["snippet"]
-        record["stale"] = not snippet.exists() or code_hash(snippet.read_text()) != record["code"]
+        record["stale"] = not snippet.exists() or hash_of(snippet) != record["code"]
     return records
 
 

@@ -22,7 +22,7 @@ def test_through_torchrun_it_warns_before_it_fails(recorded):
     assert run.stderr.index("UserWarning: torch") < run.stderr.index("Error: ")
     if torch.__version__[:5] == "2.13.":  # the page's
         warning = warnings[0].replace(torch.__version__, torch.__version__.split("+")[0])
-        recorded("legacy-torch-trainer.txt", textwrap.fill(warning, 100) + "\n")
+        recorded("legacy-torch-trainer.txt", textwrap.fill(warning, 80) + "\n")
 
 
 def test_with_the_loss_replaced_it_trains(run_script, tmp_path, record_property):

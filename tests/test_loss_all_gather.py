@@ -86,7 +86,8 @@ def nccl_branch_in_the_second_group():
         except IndexError as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             file = frame.filename.partition("site-packages/")[2]
-            print(f"rank {dist.get_rank()}: {file}, in {frame.name}: {frame.line}")
+            print(f"rank {dist.get_rank()}: {file}, in {frame.name}")
+            print(f"rank {dist.get_rank()}:     {frame.line}")
             print(f"rank {dist.get_rank()}: IndexError: {error}")
 
 

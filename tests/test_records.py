@@ -1,8 +1,11 @@
+import json
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
-from records import ROOT, TORCH_VERSIONS, by_number, code_hash, columns, status
+import conftest
+from records import ROOT, TORCH_VERSIONS, by_number, code_hash, columns, hash_of, status
 
 CODE = "def f(x):\n    return x + 1\n"
 
@@ -71,3 +74,114 @@ def test_the_default_torch_is_one_of_them():
         pins = (ROOT / "requirements" / f"torch-{version}.txt").read_text().splitlines()
         assert f"torch=={version}" in pins
         assert default[1] in pins, "the same pytest"
+
+
+def test_versions_of_containers_are_sorted_too():
+    assert by_number("2.6.0a0") > by_number("2.5.1")
+    assert by_number("2.13.0") > by_number("2.2.2")
+
+
+def test_a_snippet_that_is_imported_counts(tmp_path):
+    own, other = tmp_path / "own.py", tmp_path / "other.py"
+    own.write_text("from other import x\nfrom math import pi\n")
+    other.write_text("x = 1\n")
+    before = hash_of(own)
+    assert hash_of(other) == code_hash("x = 1\n")
+    other.write_text("x = 1  # one\n")
+    assert hash_of(own) == before
+    other.write_text("x = 2\n")
+    assert hash_of(own) != before
+
+
+# ---------------------------------------------------------------------------------------- the recorder
+
+
+def report(when="call", outcome="passed", test="test_loss.py", **properties):
+    return SimpleNamespace(
+        when=when,
+        outcome=outcome,
+        failed=outcome == "failed",
+        nodeid=f"tests/{test}::test_it",
+        user_properties=list(properties.items()),
+    )
+
+
+@pytest.fixture
+def recorded_by(tmp_path, monkeypatch):
+    """What the recorder writes after these reports, as {(snippet, backend, world size): (tests, outcome, needs)}."""
+    monkeypatch.setattr(conftest, "RECORDS", tmp_path)
+
+    def run(*reports, exitstatus=pytest.ExitCode.OK):
+        recorder = conftest.Recorder("CPU")
+        for one in reports:
+            recorder.pytest_runtest_logreport(one)
+        recorder.pytest_sessionfinish(exitstatus)
+        entries = [entry for file in tmp_path.glob("*.json") for entry in json.loads(file.read_text())]
+        keys = ("snippet", "backend", "world_size")
+        return {
+            tuple(entry[key] for key in keys): (entry["tests"], entry["outcome"], entry["needs_torch"])
+            for entry in entries
+        }
+
+    return run
+
+
+ON_RANKS = {"backend": "gloo", "world_size": 4}
+LOSS = ("loss.py", "gloo", 4)
+
+
+def test_tests_on_ranks_are_counted(recorded_by):
+    skipped = report(outcome="skipped", **ON_RANKS)
+    assert recorded_by(report(**ON_RANKS), report(**ON_RANKS), skipped) == {LOSS: (2, "passed", [])}
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        report(outcome="failed", **ON_RANKS),
+        report(outcome="failed"),
+        report("setup", "failed"),
+        report("teardown", "failed", **ON_RANKS),
+    ],
+)
+def test_any_failure_of_a_snippets_tests_is_recorded(failure, recorded_by):
+    assert recorded_by(report(**ON_RANKS), failure)[LOSS][1] == "failed"
+
+
+def test_a_failure_where_nothing_ran_on_ranks(recorded_by):
+    assert recorded_by(report("setup", "failed")) == {("loss.py", None, None): (0, "failed", [])}
+
+
+def test_what_needs_a_newer_torch(recorded_by):
+    needs = report("setup", "skipped", needs_torch="2.6")
+    older = report("setup", "skipped", needs_torch="2.13")
+    assert recorded_by(needs) == {("loss.py", None, None): (0, "not run", ["2.6"])}
+    assert recorded_by(report(**ON_RANKS), older, needs) == {LOSS: (1, "passed", ["2.6", "2.13"])}
+
+
+def test_what_is_not_a_snippets_test_or_on_another_device(recorded_by):
+    assert recorded_by(report(test="test_launcher.py", **ON_RANKS), report(device="NVIDIA H200", **ON_RANKS)) == {}
+
+
+def test_other_snippets_records_are_kept(recorded_by):
+    recorded_by(report(**ON_RANKS), report(test="test_process_groups.py", **ON_RANKS))
+    after = recorded_by(report(outcome="failed", **ON_RANKS))
+    assert {key[0]: outcome for key, (_, outcome, _) in after.items()} == {
+        "loss.py": "failed",
+        "process_groups.py": "passed",
+    }
+
+
+def test_an_interrupted_run_writes_nothing(recorded_by):
+    assert recorded_by(report(**ON_RANKS), exitstatus=pytest.ExitCode.INTERRUPTED) == {}
+
+
+@pytest.mark.parametrize(
+    "selection", [["-k", "two"], ["--deselect=test_s.py::test_two"], ["-x"], ["test_s.py::test_two"]]
+)
+def test_a_selection_is_not_recorded(selection, pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
+    pytester.makepyfile(test_s="def test_one(): pass\ndef test_two(): pass")
+    run = pytester.runpytest_subprocess("-p", "launcher", "--record", *selection)
+    run.stderr.fnmatch_lines(["*--record takes whole test files*"])

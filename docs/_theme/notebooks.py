@@ -1,7 +1,7 @@
 """Adds to the build: notebooks/*.ipynb, executed, and their pages as lean and as well linked as those of Markdown.
 
 `execute` runs a notebook where a reader would, in its own folder, and keeps the result in .cache/notebooks/ until its
-code, a snippet that it imports, or a package changes. mkdocs-jupyter then shows that result, and
+code, a snippet, or a package changes. mkdocs-jupyter then shows that result, and
 `on_page_content` mends what it makes. In a notebook,
 
     links are relative paths in the repository, `../docs/tutorial/loss.md`, so they work in Jupyter too;
@@ -10,7 +10,6 @@ code, a snippet that it imports, or a package changes. mkdocs-jupyter then shows
     a cell tagged `raises-exception` shows a fault, and must raise.
 """
 
-import ast
 import concurrent.futures
 import contextlib
 import datetime
@@ -89,9 +88,10 @@ def execute(notebook: Path, cache: Path = CACHE, timeout: int = 60) -> Path:
     key = cache_key(notebook, source)
     try:
         executed = nbformat.read(result, as_version=4)
-    except (OSError, ValueError):
-        executed = source
-    if executed.metadata.get("executed", {}).get("key") != key:
+        cached = executed.metadata.executed.key == key
+    except Exception:  # not there, or not what was written there
+        cached = False
+    if not cached:
         log.info(f"Executing {relative(notebook)}")
         executed = run(notebook, timeout)
         executed.metadata.executed = {
@@ -104,36 +104,23 @@ def execute(notebook: Path, cache: Path = CACHE, timeout: int = 60) -> Path:
     for cell, with_outputs in zip(code_cells(source), code_cells(executed), strict=True):
         cell.outputs, cell.execution_count = with_outputs.outputs, with_outputs.execution_count
     source.metadata = executed.metadata
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=cache, delete=False) as file:
-        nbformat.write(source, file)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, result)
+    text = nbformat.writes(source)
+    if not cached or text != result.read_text():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache, delete=False) as file:
+            file.write(text)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, result)
     return result
 
 
 def cache_key(notebook: Path, source) -> str:
-    """Changes with all that outputs may depend on. Markdown cells and alt texts are not part of it."""
+    """Changes with all that outputs may depend on: any snippet too. Markdown cells and alt texts are not part of it."""
     code = [[cell.source, cell.metadata.get("tags")] for cell in code_cells(source)]
-    snippets = imported_snippets("\n".join(text for text, _ in code))
-    files = [Path(__file__), *sorted(notebook.parent.glob("*.mplstyle")), *snippets]
+    files = [Path(__file__), *sorted(notebook.parent.glob("*.mplstyle")), *sorted(SNIPPETS.rglob("*.py"))]
     versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     parts = [json.dumps([code, versions]).encode(), *(file.read_bytes() for file in files)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
-
-
-def imported_snippets(code: str) -> list[Path]:
-    """The snippets that the code imports, and those that they import."""
-    found, waiting = set(), [code]
-    while waiting:
-        lines = [line for line in waiting.pop().splitlines() if not line.startswith(("%", "!"))]
-        for node in ast.walk(ast.parse("\n".join(lines))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            new = {path for name in names if (path := SNIPPETS / f"{name}.py").exists()} - found
-            found |= new
-            waiting += [path.read_text() for path in new]
-    return sorted(found)
 
 
 def run(notebook: Path, timeout: int) -> nbformat.NotebookNode:
@@ -297,9 +284,9 @@ def set_text(output, text: str) -> None:
 def clean(text: str) -> str:
     """Without colours, progress bars, and what only this machine or this run has."""
     text = PROGRESS.sub("", ANSI.sub("", text))
+    text = INSTALLED.sub("", text)  # first: an environment may lie within the repository
     for place, name in PLACES:
         text = text.replace(place, name)
-    text = INSTALLED.sub("", text)
     text = re.sub(r"\b0x[0-9a-f]{8,}", "0x…", text)
     text = re.sub(r"Cell In\[\d+\]", "Cell", text)  # pages show no such numbers
     text = re.sub(r"^-{70,}\n", "", text, flags=re.M)
