@@ -176,9 +176,7 @@ def test_an_interrupted_run_writes_nothing(recorded_by):
     assert recorded_by(report(**ON_RANKS), exitstatus=pytest.ExitCode.INTERRUPTED) == {}
 
 
-@pytest.mark.parametrize(
-    "selection", [["-k", "two"], ["--deselect=test_s.py::test_two"], ["-x"], ["test_s.py::test_two"]]
-)
+@pytest.mark.parametrize("selection", [["-k", "two"], ["test_s.py::test_two"]])
 def test_a_selection_is_not_recorded(selection, pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
