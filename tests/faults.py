@@ -953,4 +953,40 @@ FAULTS = [
         "if False:",
         "test_a_group_of_others",
     ),
+    # ------------------------------------------------------------------------------------- model.py
+    Fault(
+        "positions count from 0 in each slice",
+        "model.py",
+        "position_ids[..., None, None] * frequency",
+        "torch.arange(position_ids.shape[1])[:, None, None].to(frequency) * frequency",
+        "test_loss_and_every_gradient_are_those_of_one_process",
+    ),
+    Fault(
+        "keys are not rotated",
+        "model.py",
+        "rotate(query, *rotation), rotate(key, *rotation)",
+        "rotate(query, *rotation), key",
+        "test_only_differences_of_positions_count",
+    ),
+    Fault(
+        "rotation leaves query and key in fp32",
+        "model.py",
+        "torch.cat(turned, dim=-1).to(x.dtype)",
+        "torch.cat(turned, dim=-1)",
+        "test_query_key_and_value_have_the_models_dtype",
+    ),
+    Fault(
+        "a norm over the tokens of a slice",
+        "model.py",
+        "mean(-1, keepdim=True)",
+        "mean((1, 2), keepdim=True)",
+        "test_attention_is_the_only_place_where_tokens_meet",
+    ),
+    Fault(
+        "tokens see later ones",
+        "model.py",
+        "attention(query, key, value, is_causal=True)\n        hidden",
+        "attention(query, key, value, is_causal=False)\n        hidden",
+        "test_no_token_sees_a_later_one",
+    ),
 ]

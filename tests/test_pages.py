@@ -59,6 +59,8 @@ def problems_of(page: str) -> list[str]:
         problems.append("code as HTML: use a fenced block")
     if re.search(r"(?i)class *= *[^>]*\b(tested|highlight)\b|\{[^}]*\.tested|tested with torch \d", page):
         problems.append("what it was tested with, typed by hand: use tested()")
+    if re.search(r"^(<{7}|={7}|>{7})( |$)", page, re.M):
+        problems.append("a conflict of a merge")
     if re.search(r"by_rank\(\s*[\[\"']", page):
         problems.append("an outcome typed by hand: pass data")
     if re.search(r"```|~~~|`#!", FENCE.sub("", page)):
@@ -96,6 +98,7 @@ def test_page_shows_only_what_is_run(page):
         ("<pre>print(1)</pre>", "code as HTML"),
         ("<CODE style='display: block'>print(1)</CODE>", "code as HTML"),
         ("<tt>print(1)</tt>", "code as HTML"),
+        ("<<<<<<< HEAD\none\n=======\ntwo\n>>>>>>> 7a40acf\n", "a conflict"),
         ("<div style='font-family: monospace'>rank 0: 3</div>", "code as HTML"),
         ("<small class='x tested'>3 ranks</small>", "code as HTML"),
         ("<p class = 'x tested'>3 ranks</p>", "typed by hand: use tested()"),

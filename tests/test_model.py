@@ -1,0 +1,125 @@
+"""The whole model on ranks, loss and every parameter's gradient, against the same model in one process."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from attention import sdpa, ulysses_attention
+from loss import token_mean
+from model import Config, Decoder
+from process_groups import create_parallel_groups
+from sharding import shard_batch
+
+CONFIG = Config(vocabulary=31, hidden=48, layers=2, heads=8, kv_heads=4, mlp=64)
+TOKENS = 13  # not a multiple of the SP size
+VALID = [13, 4, 9, 1]  # labels that count, by sample: the replicas' counts differ
+
+
+def build(device, dtype=torch.float64):
+    torch.manual_seed(3)
+    return Decoder(CONFIG).to(device, dtype)
+
+
+def batch_of(replica, device):
+    """Two samples; all but the first labels of each are masked."""
+    generator = torch.Generator().manual_seed(replica)
+    input_ids = torch.randint(CONFIG.vocabulary, (2, TOKENS), generator=generator)
+    labels = input_ids.clone()
+    for row in range(2):
+        labels[row, VALID[2 * replica + row] :] = -100
+    return {"input_ids": input_ids.to(device), "labels": labels.to(device)}
+
+
+def one_process(model, replicas, device):
+    """The token mean over all replicas' samples, each label predicted by the token before it."""
+    total, count = 0, 0
+    for replica in range(replicas):
+        batch = batch_of(replica, device)
+        positions = torch.arange(TOKENS, device=device).expand(2, -1)
+        logits = model(batch["input_ids"], positions, sdpa)[:, :-1]
+        labels = batch["labels"][:, 1:]
+        total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        count += (labels >= 0).sum()
+    return total / count
+
+
+@pytest.mark.parametrize(
+    "sp_size",
+    [
+        pytest.param(sp, marks=pytest.mark.distributed(world_size=world), id=f"dp-{world // sp}-sp-{sp}")
+        for world, sp in [(2, 2), (4, 4), (4, 2), (2, 1)]
+    ],
+)
+def test_loss_and_every_gradient_are_those_of_one_process(sp_size, device):
+    groups = create_parallel_groups(sp_size)
+    world = dist.get_world_size()
+    model = build(device)
+    shard = shard_batch(batch_of(groups.dp_rank, device), groups.sp)
+    attention = functools.partial(ulysses_attention, group=groups.sp)
+    logits = model(shard["input_ids"], shard["position_ids"], attention)
+    labels = shard["shift_labels"]
+    loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = token_mean(loss_sum, (labels >= 0).sum(), None, gradient_divisor=world)
+    loss.backward()
+
+    reference = build(device)
+    expected = one_process(reference, groups.dp_size, device)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(mine.grad)
+        torch.testing.assert_close(
+            mine.grad / world, theirs.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_attention_is_the_only_place_where_tokens_meet(device):
+    model = build(device)
+    input_ids = batch_of(0, device)["input_ids"]
+    positions = torch.arange(TOKENS, device=device).expand(2, -1)
+    whole = model(input_ids, positions, own_value)
+    parts = [model(input_ids[:, cut], positions[:, cut], own_value) for cut in (slice(0, 5), slice(5, TOKENS))]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-12, atol=1e-12)
+
+
+def own_value(query, key, value, *, is_causal):
+    return value.repeat_interleave(query.shape[2] // value.shape[2], dim=2)
+
+
+def test_only_differences_of_positions_count(device):
+    model = build(device)
+    input_ids = batch_of(0, device)["input_ids"]
+    positions = torch.arange(TOKENS, device=device).expand(2, -1)
+    near = model(input_ids, positions, sdpa)
+    far = model(input_ids, positions + 1000, sdpa)
+    stretched = model(input_ids, 3 * positions, sdpa)
+    torch.testing.assert_close(far, near, rtol=1e-4, atol=1e-6)  # angles are fp32
+    assert (stretched - near).abs().max() > 1e-3 * near.abs().max()
+
+
+def test_no_token_sees_a_later_one(device):
+    model = build(device)
+    input_ids = batch_of(0, device)["input_ids"]
+    positions = torch.arange(TOKENS, device=device).expand(2, -1)
+    changed = input_ids.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % CONFIG.vocabulary
+    before, after = (model(ids, positions, sdpa) for ids in (input_ids, changed))
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.equal(before[:, 7], after[:, 7])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_query_key_and_value_have_the_models_dtype(dtype, device):
+    def attention(query, key, value, *, is_causal):
+        assert query.dtype == key.dtype == value.dtype == dtype
+        assert is_causal
+        return sdpa(query, key, value, is_causal=is_causal)
+
+    logits = build(device, dtype)(
+        batch_of(0, device)["input_ids"], torch.arange(TOKENS, device=device)[None], attention
+    )
+    assert logits.dtype == dtype
+    assert logits.shape == (2, TOKENS, CONFIG.vocabulary)
