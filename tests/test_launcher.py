@@ -61,6 +61,11 @@ def inner(pytester, monkeypatch):
     assert not left, "left running"
 
 
+def heed_ctrl_c():
+    """Where the suite itself was started in the background, its children ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Inner:
     def __init__(self, pytester: pytest.Pytester):
         self.pytester = pytester
@@ -90,7 +95,12 @@ class Inner:
     def start(self, *arguments: str) -> subprocess.Popen:
         """pytest in a process group of its own, as a shell starts it."""
         command = [sys.executable, "-m", "pytest", *arguments]
-        return self.pytester.popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+        return self.pytester.popen(
+            command,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=heed_ctrl_c,
+        )
 
 
 def alive(marker: str) -> dict[int, str]:
