@@ -76,6 +76,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(sp_size, device):
         )
 
 
+@pytest.mark.distributed(world_size=1)
 def test_attention_is_the_only_place_where_tokens_meet(device):
     model = build(device)
     input_ids = batch_of(0, device)["input_ids"]
@@ -89,6 +90,7 @@ def own_value(query, key, value, *, is_causal):
     return value.repeat_interleave(query.shape[2] // value.shape[2], dim=2)
 
 
+@pytest.mark.distributed(world_size=1)
 def test_only_differences_of_positions_count(device):
     model = build(device)
     input_ids = batch_of(0, device)["input_ids"]
@@ -100,6 +102,7 @@ def test_only_differences_of_positions_count(device):
     assert (stretched - near).abs().max() > 1e-3 * near.abs().max()
 
 
+@pytest.mark.distributed(world_size=1)
 def test_no_token_sees_a_later_one(device):
     model = build(device)
     input_ids = batch_of(0, device)["input_ids"]
@@ -112,6 +115,7 @@ def test_no_token_sees_a_later_one(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.distributed(world_size=1)
 def test_query_key_and_value_have_the_models_dtype(dtype, device):
     def attention(query, key, value, *, is_causal):
         assert query.dtype == key.dtype == value.dtype == dtype

@@ -366,12 +366,11 @@ def outputs_html(cell, figure_id: str) -> str:
         raise ValueError(f"{len(figures)} figures: draw one in a cell, so that it has an alt text of its own")
     if figures and not cell.metadata.get("alt", "").strip():
         raise ValueError('a figure without alt text: it stands in the cell\'s metadata, as "alt"')
-    rows, longest = [], 0
+    of_ranks, others, longest = "", "", 0
     for output in cell.outputs:
         ranks, text = output.get("metadata", {}).get("ranks"), text_of(output)
         if ranks:
             text = text[len(f"[{ranks}] ") :]
-            rows.append(f"<dt>{ranks}</dt>")
         elif "ename" in output and output.ename == "AlreadyDisplayedError":
             continue  # only counts what the ranks have shown
         kinds = set(output.get("data", {})) - {"text/plain", "image/svg+xml"}
@@ -379,9 +378,15 @@ def outputs_html(cell, figure_id: str) -> str:
             raise ValueError(f"an output of type {', '.join(kinds)}, which pages do not show: print text or draw SVG")
         if text.strip():
             longest = max(longest, *map(len, text.splitlines()))
-            rows.append(f"<dd><pre>{html.escape(text.rstrip(), quote=False)}</pre></dd>")
+            box = f"<pre>{html.escape(text.rstrip(), quote=False)}</pre>"
+            if ranks:
+                of_ranks += f"<dt>{ranks}</dt><dd>{box}</dd>"
+            else:
+                others += box
     kind = "output long" if longest > 40 else "output"
-    boxes = f'<dl class="{kind}">{"".join(rows)}</dl>' if rows else ""
+    boxes = (f'<dl class="{kind}">{of_ranks}</dl>' if of_ranks else "") + (
+        f'<div class="output">{others}</div>' if others else ""
+    )
     return boxes + "".join(f"<figure>{inline_svg(svg, cell.metadata.alt, figure_id)}</figure>" for svg in figures)
 
 
