@@ -1,8 +1,12 @@
 """The project's commands. `nox -l` lists them; what follows `--` goes to the tool that a session runs."""
 
-from pathlib import Path
+import sys
 
 import nox
+
+sys.path.insert(0, "tests")
+
+from records import TORCH_VERSIONS, snippets, suite_of
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -11,11 +15,6 @@ nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["docs-test"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
-TORCH_VERSIONS = sorted(
-    (file.stem.removeprefix("torch-") for file in Path("requirements").glob("torch-*.txt")),
-    key=lambda version: [int(number) for number in version.split(".")],
-)
-SNIPPETS = sorted(Path("snippets").rglob("*.py"))
 SITE = ("test", "quiet", "site", "notebooks")  # the build executes the notebooks
 NO_NOTICE = {"NO_MKDOCS_2_WARNING": "1"}
 
@@ -71,8 +70,7 @@ def compat_test(session: nox.Session, torch: str) -> None:
     if not session.virtualenv.is_sandboxed:
         session.error("compat-test makes an environment for each torch: run it without --no-venv")
     session.install("-r", f"requirements/torch-{torch}.txt")
-    tests = [Path("tests", path.relative_to("snippets").with_name(f"test_{path.name}")) for path in SNIPPETS]
-    session.run("python", "-m", "pytest", *map(str, tests), *session.posargs)
+    session.run("python", "-m", "pytest", *map(str, map(suite_of, snippets())), *session.posargs)
 
 
 @nox.session(name="launcher-test")

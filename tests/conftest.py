@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from records import OUTPUT, RECORDS, ROOT, TORCH_VERSIONS, by_number, hash_of
+from records import OUTPUT, RECORDS, ROOT, TORCH_VERSIONS, by_number, current_hashes
 
 pytest_plugins = ["pytester"]
 TORCH = torch.__version__.split("+")[0]
-SNIPPETS = ROOT / "snippets"
 WHOLE_FILES = "--record takes whole test files: a record counts all tests of a snippet"
 
 
@@ -48,6 +47,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(WHOLE_FILES)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "site" in item.fixturenames or item.path.name == "test_notebooks.py":
@@ -88,11 +88,30 @@ def tabulated(request: pytest.FixtureRequest):
             file.parent.mkdir(parents=True, exist_ok=True)
             table = {"torch": TORCH, "device": device, "date": datetime.date.today().isoformat(), "rows": rows}
             file.write_text(json.dumps(table, indent=1) + "\n")
-        if not file.exists() and (device, TORCH) not in [("CPU", version) for version in TORCH_VERSIONS]:
+        if not file.exists() and not (device == "CPU" and TORCH in TORCH_VERSIONS):
             pytest.skip(f"the page has no column for torch {TORCH} on {device}")
         assert rows == json.loads(file.read_text())["rows"]
 
     return compare
+
+
+@pytest.fixture
+def torchrun():
+    """`torchrun(command, timeout)`: a line such as a page shows, run by the real torchrun in the repository."""
+
+    def run(command: str, timeout: float = 100.0) -> subprocess.CompletedProcess:
+        program = Path(sys.executable).with_name("torchrun")
+        arguments = command.removeprefix("torchrun ").split()
+        return subprocess.run([program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+    return run
+
+
+@pytest.fixture
+def counts_as_run(record_property):
+    """For tests of a script on four ranks that takes gloo and the CPU whatever --device says: the record has them."""
+    for name, value in {"backend": "gloo", "world_size": 4, "device": "CPU"}.items():
+        record_property(name, value)
 
 
 @pytest.fixture(scope="session")
@@ -115,8 +134,8 @@ def site(tmp_path_factory):
 class Recorder:
     """Collects how each snippet's tests went on each backend and number of ranks; writes it at the end.
 
-    A test takes part by its properties `backend` and `world_size`, which the launcher sets; a test of a script sets
-    them itself, and `device` where the script does not follow --device.
+    A test takes part by its properties `backend` and `world_size`, which the launcher sets, and for scripts
+    `counts_as_run`, with `device` where the script does not follow --device.
     """
 
     def __init__(self, device: str):
@@ -125,8 +144,7 @@ class Recorder:
         self.needs_torch = defaultdict(set)
         self.failed = set()
         # What runs is what stands there now, whatever is edited meanwhile.
-        snippets = {path.relative_to(SNIPPETS).as_posix(): path for path in SNIPPETS.rglob("*.py")}
-        self.hashes = {name: hash_of(path) for name, path in snippets.items()}
+        self.hashes = current_hashes()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         run = dict(report.user_properties)

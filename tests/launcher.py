@@ -195,10 +195,11 @@ def run_script(tmp_path_factory: pytest.TempPathFactory):
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    backends = Counter(
-        dict(report.user_properties).get("backend") for report in reports if getattr(report, "when", "") == "call"
-    )
-    for backend, count in backends.items() - {(None, backends[None])}:
+    runs = [dict(report.user_properties) for report in reports if getattr(report, "when", "") == "call"]
+    on_device = [
+        run["backend"] for run in runs if "backend" in run and "device" not in run
+    ]  # the option's, not its own
+    for backend, count in Counter(on_device).items():
         terminalreporter.line(
             f"{count} tests ran on real ranks: {describe(config.option.device, backend)}, torch {torch.__version__}"
         )

@@ -13,6 +13,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SNIPPETS = ROOT / "snippets"
 RECORDS = ROOT / "docs" / "_data" / "records"
 OUTPUT = ROOT / "docs" / "_data" / "output"
 
@@ -26,6 +27,16 @@ def by_number(version: str) -> list[int]:
 TORCH_VERSIONS = sorted(
     (file.stem.removeprefix("torch-") for file in (ROOT / "requirements").glob("torch-*.txt")), key=by_number
 )
+
+
+def snippets() -> list[Path]:
+    return sorted(SNIPPETS.rglob("*.py"))
+
+
+def suite_of(snippet: Path) -> Path:
+    """The snippet's test file: tests/ mirrors snippets/."""
+    name = snippet.relative_to(SNIPPETS)
+    return ROOT / "tests" / name.with_name(f"test_{name.name}")
 
 
 def code_hash(source: str) -> str:
@@ -58,19 +69,29 @@ def hash_of(snippet: Path) -> str:
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 
+def current_hashes() -> dict[str, str]:
+    """The hash of each snippet as it stands, by the name that records have for it."""
+    return {path.relative_to(SNIPPETS).as_posix(): hash_of(path) for path in snippets()}
+
+
 def load_records() -> list[dict]:
     """All records, each with `stale`: whether the code is another one by now, the snippet's or what it imports."""
+    current = current_hashes()
     records = [record for file in sorted(RECORDS.glob("*.json")) for record in json.loads(file.read_text())]
     for record in records:
-        snippet = ROOT / "snippets" / record["snippet"]
-        record["stale"] = not snippet.exists() or hash_of(snippet) != record["code"]
+        record["stale"] = current.get(record["snippet"]) != record["code"]
     return records
+
+
+def in_order(device: str, torch: str) -> tuple:
+    """The key that sorts what was run with: CPUs first, then by torch version."""
+    return not device.startswith("CPU"), device, by_number(torch)
 
 
 def columns(records: list[dict]) -> list[tuple[str, str]]:
     """(device, torch) of each column of the compatibility table: what compat-test runs, and what else was recorded."""
     known = {("CPU", version) for version in TORCH_VERSIONS} | {(old["device"], old["torch"]) for old in records}
-    return sorted(known, key=lambda column: (column[0] != "CPU", column[0], by_number(column[1])))
+    return sorted(known, key=lambda column: in_order(*column))
 
 
 def status(records: list[dict]) -> str:

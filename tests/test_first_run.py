@@ -1,7 +1,5 @@
 import statistics
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,29 +16,21 @@ def number_after(word, line):
     return float(line.rpartition(f"{word} ")[2].partition(",")[0])
 
 
-def test_the_ranks_agree(run_script, record_property):
-    record_property("backend", "gloo")
-    record_property("world_size", 4)
-    record_property("device", "CPU")
+def test_the_ranks_agree(run_script, counts_as_run):
     outputs = run_script(ROOT / "snippets" / "first_run.py", world_size=4)
     for rank, output in enumerate(outputs):
         for word, numbers in EXPECTED.items():
             assert number_after(word, output) == pytest.approx(numbers[rank], abs=5e-5)
 
 
-def run_through_torchrun(command, timeout):
-    torchrun = Path(sys.executable).with_name("torchrun")
-    return subprocess.run([torchrun, *command.split()[1:]], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-
-
-def test_through_torchrun_as_the_page_shows_it(recorded):
+def test_through_torchrun_as_the_page_shows_it(torchrun, recorded):
     try:
-        run = run_through_torchrun(COMMAND, timeout=40)
+        run = torchrun(COMMAND, timeout=40)
     except subprocess.TimeoutExpired:
         if torch.__version__ >= (2, 4):
             raise
         # once in a hundred runs a rank hangs in destroy_process_group there: see the page on legacy torch
-        run = run_through_torchrun(COMMAND, timeout=40)
+        run = torchrun(COMMAND, timeout=40)
     assert run.returncode == 0, run.stderr
     recorded("first-run.txt", f"$ {COMMAND}\n{run.stdout}")
 

@@ -101,5 +101,6 @@ def test_a_section_that_is_not_closed_fails_the_build(tmp_path, monkeypatch):
     (tmp_path / "snippets").mkdir()
     (tmp_path / "snippets" / "open.py").write_text("# --8<-- [start:one]\nx = 1\n")
     monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    monkeypatch.setattr(hooks, "snippets", lambda: [tmp_path / "snippets" / "open.py"])
     with pytest.raises(hooks.PluginError, match=r"section 'one' has start"):
         hooks.on_files([], None)

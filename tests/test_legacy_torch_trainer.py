@@ -1,8 +1,5 @@
 import re
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import torch
 
@@ -12,10 +9,9 @@ from records import ROOT
 SCRIPT = ROOT / "snippets" / "legacy_torch_trainer.py"
 
 
-def test_through_torchrun_it_warns_before_it_fails(recorded):
+def test_through_torchrun_it_warns_before_it_fails(torchrun, recorded):
     command = next(line for line in usage.splitlines() if line.startswith("torchrun"))
-    torchrun = Path(sys.executable).with_name("torchrun")
-    run = subprocess.run([torchrun, *command.split()[1:]], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    run = torchrun(command)
     assert run.returncode != 0
     warnings = re.findall(r"^.*legacy_torch_trainer.py:\d+: (UserWarning: .*)$", run.stderr, re.M)
     assert len(warnings) == 1, "on rank 0 alone"
@@ -25,10 +21,7 @@ def test_through_torchrun_it_warns_before_it_fails(recorded):
         recorded("legacy-torch-trainer.txt", textwrap.fill(warning, 80) + "\n")
 
 
-def test_with_the_loss_replaced_it_trains(run_script, tmp_path, record_property):
-    record_property("backend", "gloo")
-    record_property("world_size", 4)
-    record_property("device", "CPU")
+def test_with_the_loss_replaced_it_trains(run_script, tmp_path, counts_as_run):
     code = SCRIPT.read_text().replace(
         "from loss_all_gather import all_gather_loss", "from loss import weighted_all_reduce"
     )

@@ -76,11 +76,15 @@ def test_loss_and_every_gradient_are_those_of_one_process(sp_size, device):
         )
 
 
+def model_and_tokens(device, dtype=torch.float64):
+    """The model, two samples' tokens and their positions, each [2, TOKENS]."""
+    positions = torch.arange(TOKENS, device=device).expand(2, -1)
+    return build(device, dtype), batch_of(0, device)["input_ids"], positions
+
+
 @pytest.mark.distributed(world_size=1)
 def test_attention_is_the_only_place_where_tokens_meet(device):
-    model = build(device)
-    input_ids = batch_of(0, device)["input_ids"]
-    positions = torch.arange(TOKENS, device=device).expand(2, -1)
+    model, input_ids, positions = model_and_tokens(device)
     whole = model(input_ids, positions, own_value)
     parts = [model(input_ids[:, cut], positions[:, cut], own_value) for cut in (slice(0, 5), slice(5, TOKENS))]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-12, atol=1e-12)
@@ -92,9 +96,7 @@ def own_value(query, key, value, *, is_causal):
 
 @pytest.mark.distributed(world_size=1)
 def test_only_differences_of_positions_count(device):
-    model = build(device)
-    input_ids = batch_of(0, device)["input_ids"]
-    positions = torch.arange(TOKENS, device=device).expand(2, -1)
+    model, input_ids, positions = model_and_tokens(device)
     near = model(input_ids, positions, sdpa)
     far = model(input_ids, positions + 1000, sdpa)
     stretched = model(input_ids, 3 * positions, sdpa)
@@ -104,9 +106,7 @@ def test_only_differences_of_positions_count(device):
 
 @pytest.mark.distributed(world_size=1)
 def test_no_token_sees_a_later_one(device):
-    model = build(device)
-    input_ids = batch_of(0, device)["input_ids"]
-    positions = torch.arange(TOKENS, device=device).expand(2, -1)
+    model, input_ids, positions = model_and_tokens(device)
     changed = input_ids.clone()
     changed[:, 7] = (changed[:, 7] + 1) % CONFIG.vocabulary
     before, after = (model(ids, positions, sdpa) for ids in (input_ids, changed))
@@ -122,8 +122,7 @@ def test_query_key_and_value_have_the_models_dtype(dtype, device):
         assert is_causal
         return sdpa(query, key, value, is_causal=is_causal)
 
-    logits = build(device, dtype)(
-        batch_of(0, device)["input_ids"], torch.arange(TOKENS, device=device)[None], attention
-    )
+    model, input_ids, positions = model_and_tokens(device, dtype)
+    logits = model(input_ids, positions, attention)
     assert logits.dtype == dtype
     assert logits.shape == (2, TOKENS, CONFIG.vocabulary)

@@ -27,7 +27,7 @@ from pymdownx.snippets import SnippetPreprocessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from records import ROOT, by_number, columns, load_records, status
+from records import ROOT, by_number, columns, in_order, load_records, snippets, status
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -59,13 +59,13 @@ def on_config(config):
     data = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
     for subfolder in ("differentiable_sums", "exit_hang"):
         tables = [json.loads(file.read_text()) for file in (folder / subfolder).glob("*.json")]
-        data[subfolder] = sorted(tables, key=lambda table: (table["device"][:3] != "CPU", by_number(table["torch"])))
+        data[subfolder] = sorted(tables, key=lambda table: in_order(table["device"], table["torch"]))
     templates.globals.update(data=data, records=load_records(), by_rank=by_rank)
 
 
 def on_files(files, config):
     """Adds the snippets as files, without section markers. A section must be closed, else it shows all that follows."""
-    for path in sorted((ROOT / "snippets").rglob("*.py")):
+    for path in snippets():
         name = path.relative_to(ROOT).as_posix()
         lines = path.read_text().splitlines()
         markers = [(m["name"], m["type"]) for m in map(SnippetPreprocessor.RE_SNIPPET_SECTION.match, lines) if m]
@@ -137,13 +137,13 @@ def compatibility(page_uri, files):
                 pages[snippet] = posixpath.relpath(file.src_uri, posixpath.dirname(page_uri))
     lines = ["| Snippet |" + "".join(f" torch {torch}, {device} |" for device, torch in known)]
     lines.append("| --- |" + " --- |" * len(known))
-    for path in sorted((ROOT / "snippets").rglob("*.py")):
+    for path in snippets():
         name = path.relative_to(ROOT / "snippets").as_posix()
         faulty = " (faulty)" if path.read_text().startswith('"""FAULTY') else ""
         cells = []
         for device, torch in known:
-            of = [r for r in records if (r["snippet"], r["device"], r["torch"]) == (name, device, torch)]
-            cells.append(f'<span class="{status(of).split(",")[0].split(" ")[0]}">{status(of)}</span>')
+            says = status([r for r in records if (r["snippet"], r["device"], r["torch"]) == (name, device, torch)])
+            cells.append(f'<span class="{re.match("[a-z]+", says)[0]}">{says}</span>')
         link = f"[{name}]({pages[name]})" if name in pages else name
         lines.append(f"| {link}{faulty} | {' | '.join(cells)} |")
     return "\n".join(lines)
