@@ -989,4 +989,25 @@ FAULTS = [
         "attention(query, key, value, is_causal=False)\n        hidden",
         "test_no_token_sees_a_later_one",
     ),
+    Fault(
+        "the MLP's output replaces the hidden states",
+        "model.py",
+        "return hidden + self.down(",
+        "return self.down(",
+        "test_it_is_what_the_formulas_say",
+    ),
+    Fault(
+        "neighbours are turned, where the angles are for halves",
+        "model.py",
+        "first, second = x.chunk(2, dim=-1)",
+        "first, second = x[..., ::2], x[..., 1::2]",
+        "test_it_is_what_the_formulas_say",
+    ),
+    Fault(
+        "weights as nn.Linear makes them",
+        "model.py",
+        "if weight.dim() == 2:",
+        "if False:",
+        "test_it_begins_small",
+    ),
 ]

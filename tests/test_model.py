@@ -82,6 +82,64 @@ def model_and_tokens(device, dtype=torch.float64):
     return build(device, dtype), batch_of(0, device)["input_ids"], positions
 
 
+def normed(x, weight):
+    return torch.stack([row / (row.pow(2).mean() + CONFIG.norm_epsilon).sqrt() for row in x]) * weight
+
+
+def turned(x, head_dim):
+    """RoPE of [seq, head_dim], each pair as a complex number."""
+    half = head_dim // 2
+    frequencies = torch.tensor([CONFIG.rope_base ** (-2 * i / head_dim) for i in range(half)], dtype=torch.float64)
+    angles = torch.outer(torch.arange(len(x), dtype=torch.float64), frequencies).to(x.device)
+    pairs = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], dim=1)
+
+
+def written_out(model, input_ids):
+    """The logits of one sample, head by head, from the formulas."""
+    p = dict(model.named_parameters())
+    head_dim = CONFIG.hidden // CONFIG.heads
+    hidden = p["embedding.weight"][input_ids]  # [seq, hidden]
+    later = torch.ones(len(input_ids), len(input_ids), device=hidden.device).triu(1).bool()
+    for layer in range(CONFIG.layers):
+        w = {name.removeprefix(f"layers.{layer}."): x for name, x in p.items() if name.startswith(f"layers.{layer}.")}
+        x = normed(hidden, w["attention_norm.weight"])
+        heads = []
+        for head in range(CONFIG.heads):
+            kv = head * CONFIG.kv_heads // CONFIG.heads
+            own, shared = (slice(i * head_dim, (i + 1) * head_dim) for i in (head, kv))
+            query, key = turned(x @ w["query.weight"][own].T, head_dim), turned(x @ w["key.weight"][shared].T, head_dim)
+            scores = (query @ key.T / head_dim**0.5).masked_fill(later, -torch.inf)
+            heads.append(scores.softmax(1) @ (x @ w["value.weight"][shared].T))
+        hidden = hidden + torch.cat(heads, dim=1) @ w["output.weight"].T
+        x = normed(hidden, w["mlp_norm.weight"])
+        gate = x @ w["gate.weight"].T
+        hidden = hidden + (gate * gate.sigmoid() * (x @ w["up.weight"].T)) @ w["down.weight"].T
+    return normed(hidden, p["norm.weight"]) @ p["head.weight"].T
+
+
+@pytest.mark.distributed(world_size=1)
+def test_it_is_what_the_formulas_say(device):
+    model, input_ids, positions = model_and_tokens(device)
+    with torch.no_grad():
+        for parameter in model.parameters():  # nothing small, nothing 1
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())) / 3
+            )
+    logits = model(input_ids, positions, sdpa)
+    expected = torch.stack([written_out(model, sample) for sample in input_ids])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # the model's angles are fp32
+
+
+@pytest.mark.distributed(world_size=1)
+def test_it_begins_small(device):
+    for parameter in build(device).parameters():
+        if parameter.dim() == 1:
+            assert (parameter == 1).all()
+        else:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.1)
+
+
 @pytest.mark.distributed(world_size=1)
 def test_attention_is_the_only_place_where_tokens_meet(device):
     model, input_ids, positions = model_and_tokens(device)
