@@ -58,9 +58,6 @@ def nothing_left(tmp_path, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-STOP = "ranks.cluster.stop_cluster_sync()"
-
-
 def processes_with(**variable):
     ((name, value),) = variable.items()
     found = []
@@ -110,7 +107,7 @@ def test_it_runs(path):
     cells = list(notebooks.code_cells(nbformat.read(notebooks.execute(path), as_version=4)))
     assert any(cell.source.startswith("%%px") for cell in cells)
     assert any("image/svg+xml" in output.get("data", {}) for cell in cells for output in cell.outputs)
-    assert cells[-1].source == STOP, "a reader has nobody else to end the engines"
+    assert cells[-1].source == notebooks.STOP, "a reader has nobody else to end the engines"
 
 
 # ------------------------------------------------------------------------------------------- execution
@@ -153,6 +150,16 @@ def test_the_second_time_comes_from_the_cache_until_something_changes(written, t
     assert [file.name for file in (tmp_path / "cache").iterdir()] == ["small.ipynb"]
 
 
+def test_two_builds_at_once_execute_it_once(written, tmp_path, nothing_left):
+    path = written(f"with open({str(tmp_path / 'runs')!r}, 'a') as runs:\n    print('run', file=runs)")
+    code = (
+        f"import notebooks, pathlib\nnotebooks.execute(pathlib.Path({str(path)!r}), pathlib.Path('{tmp_path}/cache'))"
+    )
+    builds = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "docs" / "_theme") for _ in range(2)]
+    assert [build.wait(timeout=40) for build in builds] == [0, 0]
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
 def test_a_failing_cell_on_the_ranks(written, tmp_path, nothing_left):
     path = written(
         "import ipyparallel as ipp\n"
@@ -192,7 +199,7 @@ def test_a_build_that_is_stopped(name, written, tmp_path, nothing_left):
     reached = tmp_path / "reached"
     path = written(DETACHED + f"\nopen({str(reached)!r}, 'w').close()\nimport time\ntime.sleep(600)")
     code = "import notebooks, pathlib, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += f"notebooks.execute(pathlib.Path({str(path)!r}))"
+    code += f"notebooks.execute(pathlib.Path({str(path)!r}), pathlib.Path('{tmp_path}/cache'))"
     build = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "docs" / "_theme", stderr=subprocess.PIPE)
     wait_until(reached.exists)
     build.send_signal(getattr(signal, name))
@@ -257,6 +264,14 @@ def test_outputs_of_ranks_are_sorted_and_equal_ones_stand_once():
         ("ranks 1, 3", "[ranks 1, 3] odd\n"),
         ("rank 2", "[rank 2]\n5\nCell, line 1\n"),
     ]
+
+
+def test_of_the_cell_that_stops_the_cluster_only_an_error_is_kept():
+    log = nbformat.v4.new_output("stream", text="engine set stopped 1: {'exit_code': 1}\n")
+    error = nbformat.v4.new_output("error", ename="NameError", evalue="ranks", traceback=["NameError: ranks"])
+    cell = nbformat.v4.new_code_cell(notebooks.STOP, outputs=[log, error])
+    notebooks.tidy(cell)
+    assert [output.output_type for output in cell.outputs] == ["error"]
 
 
 # ------------------------------------------------------------------------------------------ their pages
