@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from attention import sdpa, ulysses_attention
 from loss import token_mean
 from model import Config, Decoder
+from packed import packed_attention
 from process_groups import create_parallel_groups
 from sharding import shard_batch
 
@@ -46,19 +47,21 @@ def one_process(model, replicas, device):
     return total / count
 
 
-@pytest.mark.parametrize(
+every_grid = pytest.mark.parametrize(
     "sp_size",
     [
         pytest.param(sp, marks=pytest.mark.distributed(world_size=world), id=f"dp-{world // sp}-sp-{sp}")
         for world, sp in [(2, 2), (4, 4), (4, 2), (2, 1)]
     ],
 )
-def test_loss_and_every_gradient_are_those_of_one_process(sp_size, device):
-    groups = create_parallel_groups(sp_size)
+
+
+def assert_equal_on_ranks(batch, inner, expected_of, groups, device):
+    """Loss and every gradient; `inner` makes the attention between the exchanges from the slice's positions."""
     world = dist.get_world_size()
     model = build(device)
-    shard = shard_batch(batch_of(groups.dp_rank, device), groups.sp)
-    attention = functools.partial(ulysses_attention, group=groups.sp)
+    shard = shard_batch(batch, groups.sp)
+    attention = functools.partial(ulysses_attention, group=groups.sp, attention=inner(shard["position_ids"], groups.sp))
     logits = model(shard["input_ids"], shard["position_ids"], attention)
     labels = shard["shift_labels"]
     loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -66,7 +69,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(sp_size, device):
     loss.backward()
 
     reference = build(device)
-    expected = one_process(reference, groups.dp_size, device)
+    expected = expected_of(reference, groups.dp_size, device)
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -74,6 +77,39 @@ def test_loss_and_every_gradient_are_those_of_one_process(sp_size, device):
         torch.testing.assert_close(
             mine.grad / world, theirs.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@every_grid
+def test_loss_and_every_gradient_are_those_of_one_process(sp_size, device):
+    groups = create_parallel_groups(sp_size)
+    batch = batch_of(groups.dp_rank, device)
+    assert_equal_on_ranks(batch, lambda positions, group: None, one_process, groups, device)
+
+
+DOCUMENTS = [[[5, 8], [1, 3, 9]], [[13], [6, 1, 6]]]  # lengths, by replica and row
+
+
+def each_document_alone(model, replicas, device):
+    """As `one_process`, with a call of the model for each document."""
+    total, count = 0, 0
+    for replica in range(replicas):
+        batch = batch_of(replica, device)
+        for row, lengths in enumerate(DOCUMENTS[replica]):
+            ids, labels = (batch[name][row].split(lengths) for name in ("input_ids", "labels"))
+            for own_ids, own_labels in zip(ids, labels, strict=True):
+                positions = torch.arange(len(own_ids), device=device)[None]
+                logits = model(own_ids[None], positions, sdpa)[0, :-1]
+                total += F.cross_entropy(logits, own_labels[1:], reduction="sum")
+                count += (own_labels[1:] >= 0).sum()
+    return total / count
+
+
+@every_grid
+def test_packed_documents_are_those_of_one_process_each(sp_size, device):
+    groups = create_parallel_groups(sp_size)
+    rows = [[i for length in lengths for i in range(length)] for lengths in DOCUMENTS[groups.dp_rank]]
+    batch = batch_of(groups.dp_rank, device) | {"position_ids": torch.tensor(rows, device=device)}
+    assert_equal_on_ranks(batch, packed_attention, each_document_alone, groups, device)
 
 
 def model_and_tokens(device, dtype=torch.float64):
