@@ -7,8 +7,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from packed import check_tokens, document_starts
 
-# Without it, all scores are in memory at once.
-compiled = torch.compile(flex_attention)
+# Not compiled, the one has all scores in memory, the other all pairs of tokens.
+compiled_attention = torch.compile(flex_attention)
+compiled_block_mask = torch.compile(create_block_mask)
 
 
 # --8<-- [start:flex]
@@ -27,13 +28,12 @@ def packed_flex_attention(position_ids, group):
             same = document[row, q] == document[row, k]
             return same & (q >= k) if is_causal else same
 
-        return create_block_mask(
-            allowed, batch, None, seq, seq, device=document.device
-        )
+        create = compiled_block_mask if document.is_cuda else create_block_mask
+        return create(allowed, batch, None, seq, seq, device=document.device)
 
     def attention(query, key, value, *, is_causal):
         check_tokens(query, [batch, seq])
-        kernel = compiled if query.is_cuda else flex_attention
+        kernel = compiled_attention if query.is_cuda else flex_attention
         output = kernel(
             *(x.transpose(1, 2) for x in (query, key, value)),
             block_mask=block_mask(is_causal),

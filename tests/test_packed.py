@@ -241,7 +241,7 @@ def test_boundaries_as_kernels_take_them(device):
 def test_torchs_kernel_for_packed_input_takes_them(device):
     if device == "cpu":
         pytest.skip("torch's varlen_attn runs on GPUs only")
-    varlen_attn = pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 is the first with it").varlen_attn
+    varlen_attn = pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.11 is the first with it").varlen_attn
 
     rows = [[30, 98], [128]]
     positions = slice_of(positions_of(rows, device), None)
@@ -249,7 +249,7 @@ def test_torchs_kernel_for_packed_input_takes_them(device):
 
     def attention(query, key, value, *, is_causal):
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-        causal = {"is_causal": True} if torch.__version__ < (2, 12) else {"window_size": (-1, 0)}
+        causal = {"window_size": (-1, 0)}  # from torch 2.11
         output = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, **causal)
         return output.unflatten(0, (len(rows), -1))
 
