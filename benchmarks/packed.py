@@ -23,11 +23,10 @@ from attention import sdpa
 from measured import write
 from packed import cu_seqlens, packed_attention, packed_attention_by_mask
 
-SIZES = {  # tokens, query heads, KV heads, head_dim
-    "cpu": ([2048, 8192], 8, 2, 64),
-    "cuda": ([8192, 32768, 131072], 32, 8, 128),
+SIZES = {  # tokens and the mean of a document; query heads, KV heads, head_dim
+    "cpu": ([(2048, 512), (8192, 512), (8192, 64)], 8, 2, 64),
+    "cuda": ([(8192, 4096), (32768, 4096), (131072, 4096), (32768, 256)], 32, 8, 128),
 }
-DOCUMENT = 4096  # tokens, at most twice as many
 ROUNDS = {"cpu": 5, "cuda": 7}
 
 
@@ -59,11 +58,11 @@ def ways(device):
     return found
 
 
-def positions_of(tokens, device):
+def positions_of(tokens, mean, device):
     generator = random.Random(0)
     positions = []
     while len(positions) < tokens:
-        positions += range(generator.randint(1, 2 * DOCUMENT))
+        positions += range(generator.randint(1, 2 * mean - 1))
     return torch.tensor([positions[:tokens]], device=device)
 
 
@@ -116,10 +115,10 @@ def main() -> None:
     parser.add_argument("--device", choices=SIZES, default="cpu")
     device = parser.parse_args().device
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    lengths, heads, kv_heads, head_dim = SIZES[device]
+    cases, heads, kv_heads, head_dim = SIZES[device]
     rows = []
-    for tokens in lengths:
-        position_ids = positions_of(tokens, device)
+    for tokens, mean in cases:
+        position_ids = positions_of(tokens, mean, device)
         query, key, value, gradient = (
             torch.randn(1, tokens, n, head_dim, device=device, dtype=torch.bfloat16)
             for n in (heads, kv_heads, kv_heads, heads)
@@ -128,7 +127,7 @@ def main() -> None:
         row, results = {"tokens": tokens, "documents": (position_ids == 0).sum().item()}, {}
         for name, way in ways(device).items():
             row[name], results[name] = measure(way, position_ids, inputs, gradient, ROUNDS[device])
-            if tokens > lengths[0]:
+            if tokens > cases[0][0]:
                 del results[name]  # compared at the shortest length
         rows.append(row)
         for name in results.keys() - {"one document"}:
