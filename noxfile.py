@@ -92,5 +92,5 @@ def lint(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measures what the pages quote, into docs/_data/."""
     install(session, "test", "quiet", needed="test")
-    for name in ("launcher", "loss", "packed"):
+    for name in ("launcher", "loss", "packed", "precision"):
         session.run("python", f"benchmarks/{name}.py", *session.posargs, external=True)
