@@ -1216,4 +1216,26 @@ FAULTS = [
         "if heads < sp_size:",
         "test_entries_that_cannot_be_shared_out",
     ),
+    # ------------------------------------------------------------------------------- packed_step.py
+    Fault(
+        "a step that forgets the documents",
+        "packed_step.py",
+        '        attention=packed_attention(shard["position_ids"], group),\n',
+        "",
+        "test_loss_and_every_gradient_are_those_of_each_document_alone",
+    ),
+    Fault(
+        "tokens counted over the SP group alone, not the step",
+        "packed_step.py",
+        "loss_sum, num_tokens, None,",
+        "loss_sum, num_tokens, group,",
+        "test_loss_and_every_gradient_are_those_of_each_document_alone",
+    ),
+    Fault(
+        "documents from the batch's positions, not the slice's",
+        "packed_step.py",
+        'packed_attention(shard["position_ids"], group)',
+        'packed_attention(batch["position_ids"], group)',
+        "test_loss_and_every_gradient_are_those_of_each_document_alone",
+    ),
 ]

@@ -81,3 +81,13 @@ def test_any_shape_that_begins_with_heads(device):
 def test_entries_that_cannot_be_shared_out():
     with pytest.raises(ValueError, match="6 entries for 4 ranks"):
         own_heads(torch.ones(6), None)
+
+
+@pytest.mark.distributed(world_size=4)
+def test_all_entries_for_one_ranks_heads(device):
+    """The error that the page quotes."""
+    *inputs, _, per_head = whole(device)
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(2\) must match the size of tensor b \(8\)"):
+        ulysses_attention(
+            *(slice_of(x, None) for x in inputs), None, attention=lambda query, *_, is_causal: query * per_head[:, None]
+        )
