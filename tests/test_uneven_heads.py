@@ -274,13 +274,13 @@ def heads_on_this_rank(device):
 
 def test_the_heads_of_eight_ranks_as_the_page_shows_them(launch, recorded, device):
     by_rank = [output.splitlines() for output in launch(heads_on_this_rank, world_size=8, timeout=30, device=device)]
-    lines = [f"{'':12}{'query, KV heads':>17}   query heads by rank   KV heads by rank   most / even share"]
+    lines = [f"{'':12}  query, KV   most / even share   query by rank     KV by rank"]
     for (model, (heads, kv_heads)), outputs in zip(ON_EIGHT.items(), zip(*by_rank, strict=True), strict=True):
         query, kv = zip(*(output.split() for output in outputs), strict=True)
         most, even = max(map(int, query)), heads / 8
         lines.append(
-            f"{model:12}{f'{heads}, {kv_heads}':>17}   {' '.join(query):19}   {' '.join(kv):16}"
-            f"   {most} / {even:g} = {most / even:.2f}"
+            f"{model:12}{f'{heads}, {kv_heads}':>11}   {f'{most} / {even:g} = {most / even:.2f}':17}"
+            f"   {' '.join(query)}   {' '.join(kv)}"
         )
     recorded("uneven-heads.txt", "\n".join(lines) + "\n")
 
