@@ -13,8 +13,8 @@ def ulysses_attention_uneven(
 ):
     """`ulysses_attention` of attention.py, where some ranks have a head more.
 
-    query, key, value, attention: as there. Rank r computes the query heads from
-        r·heads//sp to (r+1)·heads//sp; each rank must have one.
+    query, key, value, attention: as there. Rank r computes query heads
+        [r·heads//sp, (r+1)·heads//sp); there must be one for each rank.
 
     Returns this rank's slice, [batch, seq/sp, heads, head_dim of value].
     """
