@@ -31,11 +31,8 @@ RANKS, BATCH, HEADS, KV_HEADS, HEAD_DIM = 4, 1, 16, 4, 64
 LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]  # tokens a rank
 WITH_SDPA = {"cpu": LENGTHS[:5], "cuda": LENGTHS}  # longer ones would take minutes on two cores
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}  # torch's flash attention on a GPU takes no fp32
-SECONDS, LEAST, MOST = (
-    {"cpu": 8, "cuda": 4},
-    7,
-    60,
-)  # for each length: how long, and how many rounds at least and at most
+SECONDS = {"cpu": 8, "cuda": 4}  # for each length, within these numbers of rounds
+LEAST, MOST = 7, 60
 
 
 # ---------------------------------------------------------------------------------- the implementations
@@ -224,12 +221,14 @@ def measure(attends, inputs, seconds, collectives):
 
 
 def summary(times):
-    """Medians over the rounds, and the quartiles of the whole."""
+    """Medians over the rounds, quartiles of the whole, and this site's time over that of the faster of the others."""
     figures = {"rounds": len(times["this_site"])}
     for name, rounds in times.items():
         low, total, high = statistics.quantiles(rounds[:, 0].tolist(), n=4)
         parts = {"ms": total, "low_ms": low, "high_ms": high, "collective_ms": rounds[:, 1].median().item()}
         figures[name] = {key: float(f"{value:.4g}") for key, value in parts.items()}
+    mine, *others = (figures[name]["ms"] for name in IMPLEMENTATIONS)
+    figures["ratio"] = round(mine / min(others), 2)
     return figures
 
 
