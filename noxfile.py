@@ -91,6 +91,6 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measures what the pages quote, into docs/_data/."""
-    install(session, "test", "quiet", needed="test")
-    for name in ("launcher", "loss", "packed", "precision"):
+    install(session, "test", "quiet", "bench")
+    for name in ("launcher", "loss", "attention", "packed", "precision"):
         session.run("python", f"benchmarks/{name}.py", *session.posargs, external=True)

@@ -898,6 +898,20 @@ FAULTS = [
         "test_what_is_sent",
     ),
     Fault(
+        "long gradients are copied before they are sent",
+        "attention.py",
+        "tensors[0].nbytes > SHORT",
+        "tensors[0].nbytes < 0",
+        "test_what_is_sent",
+    ),
+    Fault(
+        "of long gradients, the first one three times",
+        "attention.py",
+        "to_sequence([x], group)[0] for x in tensors",
+        "to_sequence(tensors[:1], group)[0] for x in tensors",
+        "test_whatever_the_sizes",
+    ),
+    Fault(
         "backward sends the wrong way",
         "attention.py",
         "return None, *to_sequence(gradients, ctx.group)",

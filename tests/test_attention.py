@@ -1,6 +1,8 @@
 """Output and the three gradients of Ulysses attention, against SDPA in one process on the whole sequence."""
 
 import itertools
+import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
+import attention
 from attention import kv_copies, sdpa, ulysses_attention
 from process_groups import create_parallel_groups
 
@@ -176,6 +179,100 @@ def test_a_gradient_without_memory_of_its_own(device):
     assert_same([output.detach(), *(x.grad for x in leaves)], expected, groups.sp)
 
 
+@dataclass(frozen=True)
+class Case:
+    sp_size: int
+    batch: int
+    tokens: int  # of each rank
+    local_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    is_causal: bool
+    layouts: tuple[str, ...]  # of query, key, value and the output's gradient, on odd ranks
+    short: int  # what `attention.SHORT` is
+
+
+def cases(world_size):
+    from hypothesis import strategies as st
+
+    divisors = [n for n in range(1, 37) if world_size % n == 0]
+    dims = st.integers(1, 9)
+    few = st.integers(1, 3)
+    layout = st.sampled_from(["contiguous", *LAYOUTS])
+    return st.tuples(st.sampled_from(divisors), few).flatmap(
+        lambda sizes: st.builds(
+            Case,
+            sp_size=st.just(sizes[0]),
+            batch=few,
+            tokens=st.integers(1, 4),
+            local_heads=st.just(sizes[1]),
+            kv_heads=st.sampled_from([n for n in range(1, 37) if math.prod(sizes) % n == 0]),
+            head_dim=dims,
+            value_dim=dims,
+            is_causal=st.booleans(),
+            layouts=st.tuples(layout, layout, layout, layout),
+            short=st.sampled_from([0, attention.SHORT]),
+        )
+    )
+
+
+def problem_with(case, groups, device):
+    """What is wrong on this rank, or nothing."""
+    group, heads = groups.sp, case.sp_size * case.local_heads
+    attention.SHORT = case.short
+    inputs = whole(
+        case.batch,
+        case.tokens * case.sp_size,
+        heads,
+        case.kv_heads,
+        case.head_dim,
+        case.value_dim,
+        device,
+        seed=groups.dp_rank,
+    )
+    odd = dist.get_rank() % 2
+    relaid = [LAYOUTS[name] if odd and name in LAYOUTS else torch.clone for name in case.layouts]
+    *leaves, gradient = (f(slice_of(x, group)) for f, x in zip(relaid, inputs, strict=True))
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    try:
+        output = ulysses_attention(*leaves, group, is_causal=case.is_causal)
+        output.backward(gradient)
+        actual = [output.detach(), *(x.grad for x in leaves)]
+        assert_same(actual, one_process(*inputs, case.is_causal), group)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.distributed(world_size=n)) for n in (4, 6)])
+def test_whatever_the_sizes(size, device):
+    """Examples that hypothesis finds, each rank the same ones: they agree on each outcome, so all go on alike."""
+    from hypothesis import HealthCheck, Phase, given, settings  # here: each rank of each test imports this file
+
+    groups = {sp_size: create_parallel_groups(sp_size) for sp_size in range(1, size + 1) if size % sp_size == 0}
+
+    @settings(
+        derandomize=True,
+        database=None,
+        deadline=None,  # nothing that depends on the clock
+        suppress_health_check=list(HealthCheck),
+        max_examples=20,
+        phases=[Phase.generate, Phase.shrink],
+        report_multiple_bugs=False,
+    )
+    @given(cases(size))
+    def holds(case):
+        print(case)  # where a rank waits for ever, the last one is the example
+        problems = [None] * size
+        dist.all_gather_object(problems, problem_with(case, groups[case.sp_size], device))
+        found = "".join(f"\nrank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+        if found:
+            pytest.fail(f"{case}{found}", pytrace=False)
+
+    holds()
+
+
 @pytest.mark.parametrize("trained", [0, 1, 2])
 @pytest.mark.distributed(world_size=2)
 def test_where_only_one_of_the_three_is_trained(trained, device):
@@ -225,10 +322,12 @@ def test_lower_precision_rounds_as_one_process_does(dtype, device):
         assert error <= 1.5 * usual
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.distributed(world_size=4)
-def test_what_is_sent(needs_grad, monkeypatch, device):
-    """One collective for query, key and value, one for the output; the same again in backward."""
+def test_what_is_sent(needs_grad, long, monkeypatch, device):
+    """One collective for query, key and value, one for the output; the same again in backward, unless they are long."""
+    monkeypatch.setattr(attention, "SHORT", 0 if long else attention.SHORT)
     sent = []
     send = dist.all_to_all_single
     monkeypatch.setattr(
@@ -241,7 +340,7 @@ def test_what_is_sent(needs_grad, monkeypatch, device):
     assert sent == [inputs, outputs]
     if needs_grad:
         output.backward(slice_of(gradient, None))
-        assert sent == [inputs, outputs, outputs, inputs]
+        assert sent == [inputs, outputs, outputs, *([x.numel() for x in leaves] if long else [inputs])]
 
 
 @pytest.mark.distributed(world_size=1)
