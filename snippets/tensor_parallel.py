@@ -21,6 +21,13 @@ def tensor_parallel_attention(
     Returns the like of `hidden`. Sources: Shoeybi et al., Megatron-LM, arXiv
     1909.08053; Korthikanti et al., arXiv 2205.05198, for the slices.
     """
+    for name in ("query", "key", "value"):
+        if weights[name].shape[0] % head_dim:
+            raise ValueError(
+                f"{name} has {weights[name].shape[0]} rows on this rank, no "
+                f"multiple of head_dim={head_dim}: heads are not cut, so the "
+                "group's size must divide the number of query and KV heads"
+            )
     if sequence_parallel:
         whole, summed = _AllGather.apply, _ReduceScatter.apply
     else:

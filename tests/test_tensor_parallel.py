@@ -85,3 +85,13 @@ def test_output_and_gradients_are_those_of_one_process(tp_size, heads, kv_heads,
 @pytest.mark.distributed(world_size=4)
 def test_with_the_sequence_cut_between_layers(tp_size, heads, kv_heads, device):
     compare(tp_size, heads, kv_heads, True, device)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_head_that_would_be_cut(monkeypatch, device):
+    monkeypatch.setattr(dist, "all_reduce", None)
+    weights = dict(zip(NAMES, layer(2, 1, device, 0)[2:], strict=True))
+    weights["value"] = weights["value"][:3]
+    message = "value has 3 rows on this rank, no multiple of head_dim=6"
+    with pytest.raises(ValueError, match=message):
+        tensor_parallel_attention(torch.zeros(1, 2, 10, device=device), weights, HEAD_DIM, None)
