@@ -147,7 +147,7 @@ def test_what_the_kernel_has_sent(device):
     """It counts a few bytes more: gloo puts a header before each message, and waits in barriers before and after."""
     on_linux()
     needs_point_to_point(device)
-    layer = Layer(batch=1, tokens=4096, heads=8, kv_heads=4, head_dim=32, hidden=256, element=4)
+    layer = Layer(batch=1, tokens=1024, heads=8, kv_heads=4, head_dim=128, hidden=1024, element=4)
     world, hybrid = dist.group.WORLD, create_hybrid_groups(4, 2)
     ways = {
         "Ulysses": (
