@@ -1,6 +1,7 @@
 """The formulas against what ranks send, forward and backward: torch's calls, and Linux's count of what went out."""
 
 import functools
+import operator
 import sys
 
 import pytest
@@ -268,3 +269,18 @@ def test_the_table_of_the_grids(recorded):
         title = f"{name}, 131,072 tokens, bf16: MiB that each rank sends for one attention layer"
         tables.append(table(title, ["all-to-all", "ring"], rows))
     recorded("how-much-is-sent-grids.txt", "\n".join(tables))
+
+
+def test_from_which_size_ulysses_sends_less(recorded):
+    """By the formulas, for SP sizes that divide the query heads."""
+    lines = [f"{'query, KV heads':>18}{'forward':>10}{'both ways, bf16':>18}"]
+    for heads, kv_heads in [(32, 32), (32, 8), (28, 4), (40, 8), (64, 8), (16, 2), (32, 1)]:
+        layer = LLAMA._replace(heads=heads, kv_heads=kv_heads)
+        sizes = [size for size in range(2, heads + 1) if heads % size == 0]
+        ulysses, ring = ([way(layer, size) for size in sizes] for way in (ulysses_sends, ring_sends))
+        forward, both = (
+            next((size for size, a, b in zip(sizes, ulysses, ring, strict=True) if total(a) < total(b)), "never")
+            for total in (operator.itemgetter(0), sum)
+        )
+        lines.append(f"{f'{heads}, {kv_heads}':>18}{forward:>10}{both:>18}")
+    recorded("how-much-is-sent-sizes.txt", "\n".join(lines) + "\n")
