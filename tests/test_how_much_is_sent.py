@@ -196,6 +196,11 @@ def test_torchs_own_count_of_calls(device):
             with CommDebugMode() as mode:
                 step()
             assert mode.get_comm_counts() == {operation: number}
+    needs_point_to_point(device)
+    for step in two_ways(functools.partial(ring_attention, group=None), layer, 4, device):
+        with CommDebugMode() as mode:
+            step()
+        assert mode.get_comm_counts() == {}
 
 
 @pytest.mark.parametrize(

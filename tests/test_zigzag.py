@@ -28,6 +28,12 @@ def test_a_chunk_from_each_end():
         zigzag_slice(tokens[:, :10], sp.sp)
 
 
+@pytest.mark.distributed(world_size=4)
+def test_each_rank_has_as_many_pairs_under_a_causal_mask():
+    """The token at position p sees p + 1 tokens: of 24 · 25 / 2 pairs, each of four ranks has a quarter."""
+    assert zigzag_slice(torch.arange(1, 25)[None], None).sum() == 75
+
+
 @pytest.mark.parametrize("sp_size", [1, 2, 4])
 @pytest.mark.distributed(world_size=4)
 def test_ulysses_in_order_is_one_process(sp_size, device):
