@@ -12,7 +12,8 @@ from attention import sdpa, ulysses_attention
 from model import Config, Decoder
 from process_groups import create_parallel_groups
 from ring_attention import ring_attention
-from test_ring_attention import needs_point_to_point, one_process, slice_of, whole
+from test_attention import one_process, slice_of, whole
+from test_ring_attention import needs_point_to_point
 from zigzag import in_order, zigzag_slice
 
 CONFIG = Config(vocabulary=8, hidden=32, layers=2, heads=4, kv_heads=2, mlp=64)
