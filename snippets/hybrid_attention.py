@@ -15,9 +15,7 @@ from ring_attention import ring_attention
 class HybridGroups:
     """The two groups of this rank within its SP group."""
 
-    ulysses: (
-        dist.ProcessGroup
-    )  # neighbours, which share a block of the sequence
+    ulysses: dist.ProcessGroup  # neighbours, whose slices make one block
     ring: dist.ProcessGroup  # ranks with the same heads of different blocks
 
 

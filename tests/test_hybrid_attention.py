@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from hybrid_attention import create_hybrid_groups, hybrid_attention
 from process_groups import create_parallel_groups
-from test_ring_attention import assert_same, needs_point_to_point, on_ranks, one_process, whole
+from test_attention import assert_same, one_process, whole
+from test_ring_attention import needs_point_to_point, on_ranks
 
 
 @pytest.mark.parametrize(

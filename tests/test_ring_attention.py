@@ -5,36 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import ring_attention as ring_attention_module
 from process_groups import create_parallel_groups
 from ring_attention import ring_attention
-
-
-def whole(batch, tokens, heads, kv_heads, head_dim, value_dim, device, dtype=torch.float64, seed=0):
-    """Query, key, value and the output's gradient for the whole sequence, [batch, tokens, heads, dim]."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim)]
-    return [
-        torch.randn(batch, tokens, *shape, generator=generator, dtype=torch.float64).to(device, dtype)
-        for shape in shapes
-    ]
-
-
-def one_process(query, key, value, gradient, is_causal):
-    """Output and gradients without any parallelism, each KV head repeated by hand."""
-    query, key, value = (x.clone().requires_grad_() for x in (query, key, value))
-    copies = query.shape[2] // key.shape[2]
-    k, v = (x[:, :, [head // copies for head in range(query.shape[2])]].transpose(1, 2) for x in (key, value))
-    output = F.scaled_dot_product_attention(query.transpose(1, 2), k, v, is_causal=is_causal).transpose(1, 2)
-    output.backward(gradient)
-    return [output.detach(), query.grad, key.grad, value.grad]
-
-
-def slice_of(x, group):
-    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+from test_attention import assert_same, one_process, slice_of, whole
 
 
 def needs_point_to_point(device):
@@ -49,13 +25,6 @@ def on_ranks(query, key, value, gradient, group, attention=ring_attention, **opt
     output = attention(query, key, value, group, **options)
     output.backward(slice_of(gradient, group))
     return [output.detach(), query.grad, key.grad, value.grad]
-
-
-def assert_same(actual, expected, group, rtol=1e-10, atol=1e-12):
-    for name, mine, all_of_it in zip(["output", "query", "key", "value"], actual, expected, strict=True):
-        torch.testing.assert_close(
-            mine, slice_of(all_of_it, group), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (6, 1)])

@@ -12,7 +12,8 @@ from attention import sdpa, ulysses_attention
 from model import Config, Decoder
 from process_groups import create_parallel_groups
 from ring_attention import ring_attention
-from test_ring_attention import needs_point_to_point, one_process, slice_of, whole
+from test_attention import one_process, slice_of, whole
+from test_ring_attention import needs_point_to_point
 from zigzag import in_order, zigzag_slice
 
 CONFIG = Config(vocabulary=8, hidden=32, layers=2, heads=4, kv_heads=2, mlp=64)
@@ -26,6 +27,12 @@ def test_a_chunk_from_each_end():
     assert zigzag_slice(tokens, sp.sp).tolist() == [expected] * 3
     with pytest.raises(ValueError, match="10 tokens cannot be cut into 4 equal chunks"):
         zigzag_slice(tokens[:, :10], sp.sp)
+
+
+@pytest.mark.distributed(world_size=4)
+def test_each_rank_has_as_many_pairs_under_a_causal_mask():
+    """The token at position p sees p + 1 tokens: of 24 · 25 / 2 pairs, each of four ranks has a quarter."""
+    assert zigzag_slice(torch.arange(1, 25)[None], None).sum() == 75
 
 
 @pytest.mark.parametrize("sp_size", [1, 2, 4])
