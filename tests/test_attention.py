@@ -16,9 +16,9 @@ from process_groups import create_parallel_groups
 
 # SP size -> heads, KV heads: shared out, one KV head for several ranks, one copy for each query head, a single KV head
 HEADS = {
+    2: [(6, 3), (4, 2), (4, 1), (2, 2), (10, 5)],
+    4: [(8, 2), (12, 6), (8, 4), (4, 1), (4, 4), (28, 4)],
     1: [(3, 1)],
-    2: [(2, 2), (4, 2), (4, 1), (6, 3), (10, 5)],
-    4: [(4, 4), (8, 4), (8, 2), (4, 1), (12, 6), (28, 4)],
 }
 
 

@@ -16,11 +16,11 @@ from uneven_heads import head_shares, ulysses_attention_uneven
 # (ranks, SP size) -> query heads, KV heads: as many, a single KV head, one KV head for several ranks, one copy for each
 # query head, and numbers that do divide
 HEADS = {
-    (2, 1): [(3, 1)],
-    (4, 2): [(3, 3), (7, 7), (5, 1), (9, 3), (4, 2)],
-    (3, 3): [(7, 7), (4, 2), (8, 4), (5, 1), (10, 5)],
     (6, 3): [(4, 1), (4, 4)],
-    (4, 4): [(7, 7), (7, 1), (6, 2), (6, 3), (14, 2), (10, 5), (8, 4), (8, 2), (12, 6)],
+    (4, 2): [(9, 3), (3, 3), (7, 7), (5, 1), (4, 2)],
+    (4, 4): [(6, 2), (7, 7), (7, 1), (6, 3), (14, 2), (10, 5), (8, 4), (8, 2), (12, 6)],
+    (3, 3): [(7, 7), (4, 2), (8, 4), (5, 1), (10, 5)],
+    (2, 1): [(3, 1)],
 }
 
 
