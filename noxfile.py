@@ -59,7 +59,7 @@ def docs_test(session: nox.Session) -> None:
     """Proves the documentation: snippets on real ranks, their faults, the pages. Options: --device, --record."""
     install(session, *SITE, "parallel", needed="test")
     # ranks wait much of the time, so two cores do more than two tests at once
-    parallel = ["-n3", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
+    parallel = ["-n4", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
     session.run("python", "-m", "pytest", "--ignore=tests/test_launcher.py", *parallel, *session.posargs, external=True)
 
 
