@@ -54,28 +54,26 @@ def on_ranks(query, key, value, gradient, group, **options):
     return [output.detach(), query.grad, key.grad, value.grad]
 
 
-def assert_same(actual, expected, group, rtol=1e-10, atol=1e-12):
+def assert_same(actual, expected, group, rtol=1e-10, atol=1e-12, case=""):
     for name, mine, all_of_it in zip(["output", "query", "key", "value"], actual, expected, strict=True):
         torch.testing.assert_close(
-            mine, slice_of(all_of_it, group), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            mine, slice_of(all_of_it, group), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n} {case}: {m}"
         )
 
 
-@pytest.mark.parametrize(
-    ("sp_size", "heads", "kv_heads"),
-    [
-        pytest.param(sp, *heads, marks=pytest.mark.distributed(world_size=4), id=f"sp-{sp}-heads-{heads[0]}-{heads[1]}")
-        for sp, all_heads in HEADS.items()
-        for heads in all_heads
-    ],
-)
-def test_output_and_gradients_are_those_of_one_process(sp_size, heads, kv_heads, device):
-    groups = create_parallel_groups(sp_size)
-    for batch, is_causal, value_dim in itertools.product([1, 3], [True, False], [8, 5]):
-        # each replica has a sample of its own
+def compare_with_one_process(on_ranks, numbers, groups, device):
+    """For the `numbers` of query and KV heads, each replica with a sample of its own."""
+    for (heads, kv_heads), batch, is_causal, value_dim in itertools.product(numbers, [1, 3], [True, False], [8, 5]):
         inputs = whole(batch, 12, heads, kv_heads, 8, value_dim, device, seed=groups.dp_rank)
         expected = one_process(*inputs, is_causal)
-        assert_same(on_ranks(*inputs, groups.sp, is_causal=is_causal), expected, groups.sp)
+        case = f"for {heads=}, {kv_heads=}, {batch=}, {is_causal=}, {value_dim=}"
+        assert_same(on_ranks(*inputs, groups.sp, is_causal=is_causal), expected, groups.sp, case=case)
+
+
+@pytest.mark.parametrize("sp_size", HEADS)
+@pytest.mark.distributed(world_size=4)
+def test_output_and_gradients_are_those_of_one_process(sp_size, device):
+    compare_with_one_process(on_ranks, HEADS[sp_size], create_parallel_groups(sp_size), device)
 
 
 @pytest.mark.distributed

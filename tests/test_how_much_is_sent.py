@@ -1,6 +1,7 @@
 """The formulas against what ranks send, forward and backward: torch's calls, and Linux's count of what went out."""
 
 import functools
+import itertools
 import operator
 import sys
 
@@ -73,11 +74,10 @@ def counted(step, size):
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("sp_size", [2, 4, 1])
 @pytest.mark.distributed(world_size=4)
-def test_ulysses(sp_size, element, device):
-    group = create_parallel_groups(sp_size).sp
-    for heads, kv_heads in HEADS:
+def test_ulysses(element, device):
+    groups = {sp_size: create_parallel_groups(sp_size).sp for sp_size in (2, 4, 1)}
+    for (sp_size, group), (heads, kv_heads) in itertools.product(groups.items(), HEADS):
         layer = small(heads, kv_heads, element)
         attention = functools.partial(ulysses_attention, group=group)
         for step, expected in zip(
@@ -89,12 +89,11 @@ def test_ulysses(sp_size, element, device):
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("sp_size", [2, 4, 1])
 @pytest.mark.distributed(world_size=4)
-def test_ring(sp_size, element, device):
+def test_ring(element, device):
     needs_point_to_point(device)
-    group = create_parallel_groups(sp_size).sp
-    for heads, kv_heads in HEADS:
+    groups = {sp_size: create_parallel_groups(sp_size).sp for sp_size in (2, 4, 1)}
+    for (sp_size, group), (heads, kv_heads) in itertools.product(groups.items(), HEADS):
         layer = small(heads, kv_heads, element)
         forward, backward = two_ways(functools.partial(ring_attention, group=group), layer, sp_size, device)
         moves = {"send": sp_size - 1} if sp_size > 1 else {}
