@@ -1819,4 +1819,48 @@ FAULTS = [
         "if context_parallel:",
         "test_what_it_says_on_a_cpu",
     ),
+    # ------------------------------------------------------------------------- wrong without an error
+    Fault(
+        "backward's all-reduce is differentiated as if it were none",
+        "tensor_parallel.py",
+        "    @torch.autograd.function.once_differentiable\n"
+        "    def backward(ctx, gradient):\n        return all_reduce(gradient, ctx.group), None",
+        "    def backward(ctx, gradient):\n        return all_reduce(gradient, ctx.group), None",
+        "test_second_derivatives_are_refused",
+    ),
+    Fault(
+        "autocast makes the forward pass bf16",
+        "ring_attention.py",
+        "with torch.autocast(query.device.type, enabled=False):",
+        "if True:",
+        "test_autocast_changes_nothing",
+    ),
+    Fault(
+        "the loss is summed in bf16",
+        "packed_step.py",
+        "logits = logits.to(torch.promote_types(logits.dtype, torch.float32))",
+        "logits = logits",
+        "test_logits_in_bf16_give_the_loss_of_their_numbers",
+    ),
+    Fault(
+        "angles in the default dtype",
+        "model.py",
+        "exponent.float()",
+        "exponent",
+        "test_angles_are_fp32_whatever_the_default_is",
+    ),
+    Fault(
+        "a hidden size that the heads do not divide",
+        "model.py",
+        "self.hidden % (2 * self.heads)",
+        "self.hidden % 2",
+        "test_sizes_that_do_not_fit",
+    ),
+    Fault(
+        "chunks of unequal length are put in order",
+        "zigzag.py",
+        "if x.shape[1] % len(order):",
+        "if x.shape[1] < len(order):",
+        "test_a_chunk_from_each_end",
+    ),
 ]

@@ -200,6 +200,22 @@ def test_only_differences_of_positions_count(device):
 
 
 @pytest.mark.distributed(world_size=1)
+def test_angles_are_fp32_whatever_the_default_is(device):
+    """In bf16, position 1001 would be 1000."""
+    model, _, positions = model_and_tokens(device)
+    expected = model.rotation(positions + 1000)
+    torch.set_default_dtype(torch.bfloat16)
+    assert all(map(torch.equal, model.rotation(positions + 1000), expected))
+
+
+@pytest.mark.parametrize("sizes", [{"hidden": 48, "heads": 7}, {"hidden": 40}, {"kv_heads": 3}], ids=str)
+def test_sizes_that_do_not_fit(sizes):
+    """48 // 7 is 6: the model would have 8 heads, and say nothing. 40 / 8 is 5, which has no pairs."""
+    with pytest.raises(ValueError, match="hidden must be a multiple of twice the heads"):
+        Config(**sizes)
+
+
+@pytest.mark.distributed(world_size=1)
 def test_no_token_sees_a_later_one(device):
     model, input_ids, positions = model_and_tokens(device)
     changed = input_ids.clone()

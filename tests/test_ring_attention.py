@@ -144,6 +144,19 @@ def test_gradients_of_many_blocks_are_summed_in_fp32(device):
     assert all(x.grad is not None for x in leaves)
 
 
+@pytest.mark.distributed(world_size=2)
+def test_autocast_changes_nothing(device):
+    needs_point_to_point(device)
+    inputs = whole(2, 16, 4, 2, 8, 8, device, torch.float32)
+
+    def under_autocast(*arguments, **options):
+        with torch.autocast(device, torch.bfloat16):
+            return ring_attention(*arguments, **options)
+
+    actual = on_ranks(*inputs, None, attention=under_autocast)
+    assert all(map(torch.equal, actual, on_ranks(*inputs, None)))
+
+
 @pytest.mark.distributed(world_size=1)
 def test_one_rank_sends_nothing(monkeypatch, device):
     monkeypatch.setattr(dist, "batch_isend_irecv", None)

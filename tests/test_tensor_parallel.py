@@ -87,6 +87,17 @@ def test_with_the_sequence_cut_between_layers(tp_size, heads, kv_heads, device):
     compare(tp_size, heads, kv_heads, True, device)
 
 
+@pytest.mark.distributed(world_size=1)
+def test_second_derivatives_are_refused(device):
+    """They would be wrong: backward's collectives are nothing that autograd knows."""
+    hidden, _, *weights = layer(4, 4, device, 0)
+    hidden.requires_grad_()
+    output = tensor_parallel_attention(hidden, dict(zip(NAMES, weights, strict=True)), HEAD_DIM, None)
+    (gradient,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 @pytest.mark.distributed(world_size=2)
 def test_a_head_that_would_be_cut(monkeypatch, device):
     monkeypatch.setattr(dist, "all_reduce", None)
