@@ -1857,6 +1857,13 @@ FAULTS = [
         "test_sizes_that_do_not_fit",
     ),
     Fault(
+        "a tensor is cut of which only the second size fits",
+        "sharding.py",
+        "x.shape[:2] == (batch_size, seq)",
+        "x.shape[1:2] == (seq,)",
+        "test_all_else_is_passed_on",
+    ),
+    Fault(
         "chunks of unequal length are put in order",
         "zigzag.py",
         "if x.shape[1] % len(order):",
