@@ -1847,7 +1847,21 @@ FAULTS = [
         "model.py",
         "exponent.float()",
         "exponent",
-        "test_angles_are_fp32_whatever_the_default_is",
+        "test_norms_and_angles_are_computed_in_fp32",
+    ),
+    Fault(
+        "norms in the model's dtype",
+        "model.py",
+        "torch.promote_types(x.dtype, torch.float32)",
+        "x.dtype",
+        "test_norms_and_angles_are_computed_in_fp32",
+    ),
+    Fault(
+        "summed as it lies in memory",
+        "tensor_parallel.py",
+        "x.clone(memory_format=torch.contiguous_format)",
+        "x.clone()",
+        "test_a_sum_of_what_lies_otherwise_in_memory",
     ),
     Fault(
         "a hidden size that the heads do not divide",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from attention import sdpa, ulysses_attention
 from loss import token_mean
-from model import Config, Decoder
+from model import Config, Decoder, RMSNorm
 from process_groups import create_parallel_groups
 from sharding import shard_batch
 
@@ -200,8 +200,13 @@ def test_only_differences_of_positions_count(device):
 
 
 @pytest.mark.distributed(world_size=1)
-def test_angles_are_fp32_whatever_the_default_is(device):
-    """In bf16, position 1001 would be 1000."""
+def test_norms_and_angles_are_computed_in_fp32(device):
+    """In bf16 a norm would be rounded three times, and position 1001 would be 1000."""
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    once = normed(x.double(), 1).bfloat16()
+    norm = RMSNorm(CONFIG).to(device, torch.bfloat16)
+    assert (norm(x) == once).float().mean() > 0.99
+
     model, _, positions = model_and_tokens(device)
     expected = model.rotation(positions + 1000)
     torch.set_default_dtype(torch.bfloat16)
