@@ -281,6 +281,12 @@ def test_the_table_of_the_grids(recorded):
     recorded("how-much-is-sent-grids.txt", "\n".join(tables))
 
 
+def test_ulysses_sends_more_on_more_ranks_where_each_query_head_has_its_copy():
+    layer = QWEN._replace(tokens=28 * 1024)
+    on_4, on_7, on_14 = (ulysses_sends(layer, size) for size in (4, 7, 14))
+    assert on_14 < on_4 < on_7
+
+
 def test_from_which_size_ulysses_sends_less(recorded):
     """By the formulas, for SP sizes that divide the query heads."""
     lines = [f"{'query, KV heads':>18}{'forward':>10}{'both ways, bf16':>18}"]
