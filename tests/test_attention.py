@@ -63,7 +63,7 @@ def assert_same(actual, expected, group, rtol=1e-10, atol=1e-12, case=""):
 
 def compare_with_one_process(on_ranks, numbers, groups, device):
     """For the `numbers` of query and KV heads, each replica with a sample of its own."""
-    for (heads, kv_heads), batch, is_causal, value_dim in itertools.product(numbers, [1, 3], [True, False], [8, 5]):
+    for (heads, kv_heads), (batch, value_dim), is_causal in itertools.product(numbers, [(1, 5), (3, 8)], [True, False]):
         inputs = whole(batch, 12, heads, kv_heads, 8, value_dim, device, seed=groups.dp_rank)
         expected = one_process(*inputs, is_causal)
         case = f"for {heads=}, {kv_heads=}, {batch=}, {is_causal=}, {value_dim=}"
@@ -324,8 +324,8 @@ def test_lower_precision_rounds_as_one_process_does(dtype, device):
 @pytest.mark.distributed(world_size=2, timeout=60)
 def test_compiled_at_any_length(device):
     """The second length makes torch compile for all: sizes are symbols then."""
-    compiled = torch.compile(ulysses_attention, backend="aot_eager")
-    for tokens in (12, 20, 28):
+    compiled = torch.compile(ulysses_attention, backend="eager")
+    for tokens in (12, 20):
         inputs = whole(2, tokens, 4, 2, 8, 8, device)
         query, key, value = (slice_of(x, None).clone().requires_grad_() for x in inputs[:3])
         output = compiled(query, key, value, None)

@@ -177,9 +177,8 @@ def test_an_interrupted_run_writes_nothing(recorded_by):
 
 
 @pytest.mark.parametrize("selection", [["-k", "two"], ["test_s.py::test_two"]])
-def test_a_selection_is_not_recorded(selection, pytester, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+def test_a_selection_is_not_recorded(selection, pytester):
     pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
     pytester.makepyfile(test_s="def test_one(): pass\ndef test_two(): pass")
-    run = pytester.runpytest_subprocess("-p", "launcher", "--record", *selection)
+    run = pytester.runpytest_inprocess("-p", "launcher", "--record", *selection)
     run.stderr.fnmatch_lines(["*--record takes whole test files*"])
