@@ -56,7 +56,7 @@ def parse_options():
 # --8<-- [end:options]
 # --8<-- [start:data]
 def samples_of(tokens):
-    """Bytes of each topic, in pieces of at most `tokens`: training, held out."""
+    """The topics' bytes in pieces of at most `tokens`: training, held out."""
     texts = [topics[name].encode() for name in sorted(topics)]
     pieces = [
         torch.tensor(list(text[start : start + tokens]))
@@ -116,7 +116,7 @@ def gradient_sync(model, needed):
 
 
 def clip_gradients(model, max_norm):
-    """Returns the norm before. Under FSDP2 a rank has a part of each gradient."""
+    """Returns the norm before. Under FSDP2 a rank has parts of gradients."""
     gradients = [x.grad for x in model.parameters() if x.grad is not None]
     sharded = not isinstance(model, DistributedDataParallel)
     if sharded:
@@ -269,8 +269,24 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
     device = start(options.device)
     groups = create_parallel_groups(options.sequence_parallel_size)
-    accumulation = accumulation_of(options, groups)
+    attention = functools.partial(ulysses_attention, group=groups.sp)
+    samples, held_out = samples_of(options.tokens)
 
+    model = train(options, samples, groups, attention, device, stopping)
+    if not stopping:
+        with_sp = evaluate(model, held_out, groups, attention, 4, device)
+        alone = create_parallel_groups(1)  # each rank a replica
+        without = evaluate(model, held_out, alone, sdpa, 4, device)
+        text = generate(model, "The ", 60, device)
+        if dist.get_rank() == 0:
+            print(f"held out: {with_sp:.4f} with SP, {without:.4f} without")
+            print(repr(text))
+    dist.destroy_process_group()
+
+
+def train(options, samples, groups, attention, device, stopping):
+    """The trained model. Ends early, on all ranks, once one is `stopping`."""
+    accumulation = accumulation_of(options, groups)
     torch.manual_seed(options.seed)  # the same weights on every rank
     model = Decoder(Config()).to(device)
     if options.compile:
@@ -278,12 +294,9 @@ def main():
             layer.compile()
     model = wrap(model, options.engine)
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate)
-    attention = functools.partial(ulysses_attention, group=groups.sp)
-
-    first = 0
+    folder, first = options.checkpoint_dir, 0
     if options.resume:
-        first = load_checkpoint(options.checkpoint_dir, model, optimizer)
-    samples, held_out = samples_of(options.tokens)
+        first = load_checkpoint(folder, model, optimizer)
     loader = create_loader(
         samples,
         batch_size=options.micro_batch,
@@ -292,11 +305,11 @@ def main():
         seed=options.seed,
         collate_fn=collate,
     )
-    batches_of = batches_of_steps(loader, accumulation, first)
+    steps = batches_of_steps(loader, accumulation, first)
     with Log(options.metrics, options.steps) as log:
-        for step in range(first, options.steps):
-            batches = [to(device, batch) for batch in next(batches_of)]
-            if step == first:
+        for step in range(first + 1, options.steps + 1):
+            batches = [to(device, batch) for batch in next(steps)]
+            if step == first + 1:
                 for batch in batches:
                     check_same_batch(batch, groups.sp)
             loss, norm, num_tokens = train_step(
@@ -306,24 +319,13 @@ def main():
             counts = torch.tensor([num_tokens, len(stopping)], device=device)
             dist.all_reduce(counts)
             tokens, stop = counts.tolist()
-            log.write(step=step + 1, loss=loss, grad_norm=norm, tokens=tokens)
-            due = stop or (step + 1) % options.save_every == 0
-            if due and options.checkpoint_dir:
-                save_checkpoint(
-                    options.checkpoint_dir, step + 1, model, optimizer
-                )
+            log.write(step=step, loss=loss, grad_norm=norm, tokens=tokens)
+            if folder and (stop or step % options.save_every == 0):
+                save_checkpoint(folder, step, model, optimizer)
             if stop:
-                dist.destroy_process_group()
-                return
-
-    with_sp = evaluate(model, held_out, groups, attention, 4, device)
-    alone = create_parallel_groups(1)  # each rank a replica, on whole samples
-    without = evaluate(model, held_out, alone, sdpa, 4, device)
-    text = generate(model, "The ", 60, device)
-    if dist.get_rank() == 0:
-        print(f"held out: loss {with_sp:.4f} with SP, {without:.4f} without")
-        print(repr(text))
-    dist.destroy_process_group()
+                stopping.append(True)
+                break
+    return model
 
 
 def start(device):
