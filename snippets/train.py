@@ -56,15 +56,18 @@ def parse_options():
 # --8<-- [end:options]
 # --8<-- [start:data]
 def samples_of(tokens):
-    """The topics' bytes in pieces of at most `tokens`: training, held out."""
-    texts = [topics[name].encode() for name in sorted(topics)]
-    pieces = [
-        torch.tensor(list(text[start : start + tokens]))
-        for text in texts
-        for start in range(0, len(text), tokens)
+    """Paragraphs, as bytes, of at most `tokens`: for training, and held out."""
+    paragraphs = [
+        text.encode()
+        for name in sorted(topics)
+        for text in topics[name].split("\n\n")
     ]
-    held_out = pieces[::10]
-    return [x for i, x in enumerate(pieces) if i % 10], held_out
+    samples = [
+        torch.tensor(list(text[start : start + tokens]))
+        for text in paragraphs
+        for start in range(0, len(text) - 1, tokens)
+    ]
+    return [x for i, x in enumerate(samples) if i % 10], samples[::10]
 
 
 def collate(samples):
@@ -180,7 +183,9 @@ def evaluate(model, samples, groups, attention, batch_size, device):
     rounds = -(-len(samples) // (groups.dp_size * batch_size))
     sums = torch.zeros(2, device=device)
     for i in range(rounds):
-        batch = collate(own[i * batch_size : (i + 1) * batch_size] or own[:1])
+        batch = collate(
+            own[i * batch_size : (i + 1) * batch_size] or samples[:1]
+        )
         if i * batch_size >= len(own):
             batch["labels"].fill_(-100)
         shard = shard_batch(to(device, batch), groups.sp)

@@ -1,0 +1,318 @@
+"""The program: the same curve on 1, 2 and 4 ranks, and with other micro-batches; saved, resumed, stopped, evaluated."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import train
+from attention import sdpa
+from process_groups import create_parallel_groups
+from records import ROOT
+
+SCRIPT = ROOT / "snippets" / "train.py"
+GRIDS = [(1, 2), (1, 4), (2, 2), (4, 1)]  # dp, sp
+SMALL = ("--tokens", "48", "--global-batch", "8")
+
+
+@pytest.fixture
+def trains(run_script, tmp_path, request):
+    """`trains(dp, sp, *options)`: the lines of metrics, and what rank 0 prints."""
+    numbers = iter(range(100))
+
+    def run(dp, sp, *options):
+        metrics = tmp_path / f"{next(numbers)}.jsonl"
+        options = (*options, "--device", request.config.option.device, "--metrics", str(metrics))
+        outputs = run_script(SCRIPT, "--sequence-parallel-size", str(sp), *options, world_size=dp * sp)
+        return [json.loads(line) for line in metrics.read_text().splitlines()], outputs[0]
+
+    return run
+
+
+def assert_same_curve(actual, expected, rtol=1e-4):
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
+    assert [line["tokens"] for line in actual] == [line["tokens"] for line in expected]
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in actual] == pytest.approx([line[name] for line in expected], rel=rtol, abs=0)
+
+
+def test_the_same_curve_for_50_steps(trains):
+    expected, output = trains(1, 1, "--tokens", "128")
+    assert len(expected) == 50
+    assert len({line["tokens"] for line in expected}) > 10
+    assert expected[-1]["loss"] < 0.7 * expected[0]["loss"]
+    held_out = held_out_losses(output)
+    assert held_out[0] == pytest.approx(held_out[1], abs=1e-4)
+    for dp, sp in GRIDS:
+        curve, output = trains(dp, sp, "--tokens", "128")
+        assert_same_curve(curve, expected)
+        assert held_out_losses(output) == pytest.approx(held_out, rel=1e-3)
+        assert output.splitlines()[1:] != []
+
+
+def held_out_losses(output):
+    return [float(x) for x in re.search(r"held out: ([\d.]+) with SP, ([\d.]+) without", output).groups()]
+
+
+def test_micro_batches_do_not_matter(trains):
+    curves = [trains(2, 1, *SMALL, "--steps", "6", "--micro-batch", size)[0] for size in ("4", "2", "1")]
+    for curve in curves[1:]:
+        assert_same_curve(curve, curves[0])
+
+
+@pytest.mark.needs_torch("2.6")
+@pytest.mark.parametrize(("dp", "sp"), [(1, 2), (2, 2)])
+def test_fsdp2_has_the_same_curve(dp, sp, trains):
+    options = (*SMALL, "--steps", "8")
+    curve, output = trains(dp, sp, *options, "--engine", "fsdp2")
+    expected, expected_output = trains(1, 1, *options)
+    assert_same_curve(curve, expected)
+    assert held_out_losses(output) == pytest.approx(held_out_losses(expected_output), rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------ its parts, on ranks
+
+
+def options_of(**changes):
+    values = {
+        "engine": "ddp",
+        "steps": 3,
+        "seed": 0,
+        "global_batch": 8,
+        "micro_batch": 2,
+        "learning_rate": 3e-3,
+        "max_norm": 1.0,
+        "compile": False,
+        "metrics": None,
+        "checkpoint_dir": None,
+        "save_every": 100,
+        "resume": False,
+    }
+    return types.SimpleNamespace(**(values | changes))
+
+
+def trained(sp_size, device, **changes):
+    groups = create_parallel_groups(sp_size)
+    attention = train.functools.partial(train.ulysses_attention, group=groups.sp)
+    samples, _ = train.samples_of(48)
+    return train.train(options_of(**changes), samples, groups, attention, torch.device(device), []), groups, attention
+
+
+@pytest.mark.parametrize("sp_size", [1, 2, 4])
+@pytest.mark.distributed(world_size=4)
+def test_parameters_are_bitwise_equal_on_all_ranks(sp_size, device):
+    model, *_ = trained(sp_size, device)
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().numpy().tobytes())
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, digest.hexdigest())
+    assert len(set(everyone)) == 1
+
+
+@pytest.mark.distributed(world_size=2)
+def test_replicas_and_steps_have_different_numbers_of_tokens(device):
+    groups = create_parallel_groups(1)
+    samples, _ = train.samples_of(48)
+    loader = train.create_loader(
+        samples, batch_size=2, dp_rank=groups.dp_rank, dp_size=2, seed=0, collate_fn=train.collate
+    )
+    steps = train.batches_of_steps(loader, 2, 0)
+    mine = [sum((batch["labels"][:, 1:] != -100).sum().item() for batch in next(steps)) for _ in range(20)]
+    everyone = [None] * 2
+    dist.all_gather_object(everyone, mine)
+    assert everyone[0] != everyone[1]
+    assert len(set(everyone[0])) > 3
+
+
+@pytest.mark.distributed(world_size=4)
+def test_a_step_has_the_same_samples_whatever_the_number_of_replicas():
+    samples = [torch.tensor([i, i]) for i in range(53)]  # no multiple of anything
+    rank = dist.get_rank()
+
+    def steps_of(dp_size, micro_batch, first, count):
+        if rank >= dp_size:
+            return None
+        loader = train.create_loader(
+            samples, batch_size=micro_batch, dp_rank=rank, dp_size=dp_size, seed=3, collate_fn=train.collate
+        )
+        steps = train.batches_of_steps(loader, 8 // (dp_size * micro_batch), first)
+        return [[i for batch in next(steps) for i in batch["input_ids"][:, 0].tolist()] for _ in range(count)]
+
+    def of_all(dp_size, micro_batch, first=0, count=20):
+        everyone = [None] * 4
+        dist.all_gather_object(everyone, steps_of(dp_size, micro_batch, first, count))
+        return [sorted(i for ids in own for i in ids) for own in zip(*everyone[:dp_size], strict=True)]
+
+    expected = of_all(1, 8)
+    assert all(len(set(step)) == 8 for step in expected)
+    assert expected[:6] != expected[6:12]  # the second epoch's order is another one
+    for dp_size, micro_batch in [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1)]:
+        assert of_all(dp_size, micro_batch) == expected
+    for first in (1, 5, 6, 13):  # as after a resume
+        assert of_all(2, 2, first, 3) == expected[first : first + 3]
+
+
+@pytest.mark.parametrize("sp_size", [1, 2, 4])
+@pytest.mark.distributed(world_size=4)
+def test_evaluation_is_the_token_mean_of_one_process(sp_size, device):
+    model, groups, attention = trained(sp_size, device, steps=1)
+    _, held_out = train.samples_of(40)
+    for count in (1, 3, 7, 18):  # fewer samples than replicas; replicas with different numbers of batches
+        mine = train.evaluate(model, held_out[:count], groups, attention, 4, torch.device(device))
+        total = tokens = 0
+        with torch.no_grad():
+            for sample in held_out[:count]:
+                ids = sample.to(device)[None]
+                logits = model(ids, torch.arange(ids.shape[1], device=device)[None], sdpa)[0, :-1]
+                total += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+                tokens += ids.shape[1] - 1
+        assert mine == pytest.approx(total / tokens, rel=1e-5)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_generation_takes_the_likeliest_byte(device):
+    model, *_ = trained(2, device, steps=2)
+    text = train.generate(model, "The ", 5, torch.device(device))
+    assert text.startswith("The ")
+    everyone = [None] * 2
+    dist.all_gather_object(everyone, text)
+    assert everyone[0] == everyone[1]
+    ids = text.encode()
+    with torch.no_grad():
+        for place in range(4, 9):
+            before = torch.tensor([list(ids[:place])], device=device)
+            logits = model(before, torch.arange(place, device=device)[None], sdpa)[0, -1]
+            assert logits.argmax().item() == ids[place]
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.needs_torch("2.6"))])
+@pytest.mark.distributed(world_size=2)
+def test_gradients_are_clipped_to_the_norm_of_all(engine, device):
+    torch.manual_seed(0)
+    model = train.Decoder(train.Config()).to(device)
+    reference = train.Decoder(train.Config()).to(device)
+    reference.load_state_dict(model.state_dict())
+    model = train.wrap(model, engine)
+    ids = torch.arange(20, device=device)[None]
+    for each in (model, reference):
+        each(ids, ids, sdpa).pow(2).sum().backward()
+    for max_norm in (1e6, 0.5):
+        norm = train.clip_gradients(model, max_norm)
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            mine = mine.grad if engine == "ddp" else mine.grad.full_tensor()
+            torch.testing.assert_close(mine, theirs.grad, rtol=1e-4, atol=1e-8)
+
+
+# ------------------------------------------------------------------------------------------ saved and resumed
+
+
+@pytest.mark.needs_torch("2.6")
+def test_resumed_on_other_numbers_of_ranks(trains, tmp_path):
+    expected, _ = trains(1, 1, *SMALL, "--steps", "8")
+    saved = ("--checkpoint-dir", str(tmp_path / "saved"))
+    first, _ = trains(2, 2, *SMALL, *saved, "--steps", "4", "--save-every", "4")
+    assert_same_curve(first, expected[:4])
+    for dp, sp, engine in [(1, 1, "ddp"), (1, 4, "ddp"), (4, 1, "ddp"), (1, 2, "fsdp2")]:
+        rest, _ = trains(dp, sp, *SMALL, *saved, "--steps", "8", "--resume", "--engine", engine)
+        assert_same_curve(rest, expected[4:])
+
+
+@pytest.mark.needs_torch("2.6")
+def test_a_half_written_checkpoint_is_not_taken(run_script, trains, tmp_path):
+    """Rank 1 is killed while it writes the second one."""
+    saved = ("--checkpoint-dir", str(tmp_path / "saved"), "--save-every", "2")
+    dying = tmp_path / "dying.py"
+    dying.write_text(
+        "import os, sys, runpy\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import torch.distributed as dist\n"
+        "from torch.distributed.checkpoint import filesystem\n"
+        "write, saves = filesystem.FileSystemWriter.write_data, []\n"
+        "def write_data(self, *arguments):\n"
+        "    saves.append(1)\n"
+        "    if len(saves) == 2 and dist.get_rank() == 1:\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return write(self, *arguments)\n"
+        "filesystem.FileSystemWriter.write_data = write_data\n"
+        f"sys.argv[0] = {str(SCRIPT)!r}\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    with pytest.raises(pytest.fail.Exception, match="killed by SIGKILL"):
+        run_script(dying, "--sequence-parallel-size", "2", *SMALL, *saved, "--steps", "8", world_size=2)
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-2", "step-4.partial"]
+    expected, _ = trains(1, 1, *SMALL, "--steps", "6")
+    rest, _ = trains(1, 2, *SMALL, *saved, "--steps", "6", "--resume")
+    assert_same_curve(rest, expected[2:])
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-2", "step-4", "step-6"]
+
+
+def test_resume_without_a_checkpoint_begins(trains, tmp_path):
+    curve, _ = trains(1, 2, *SMALL, "--steps", "2", "--resume", "--checkpoint-dir", str(tmp_path / "none"))
+    assert [line["step"] for line in curve] == [1, 2]
+
+
+def torchrun_of(*options, ranks=2):
+    program = Path(sys.executable).with_name("torchrun")
+    return [program, f"--nproc-per-node={ranks}", "--standalone", SCRIPT, "--sequence-parallel-size=2", *options]
+
+
+@pytest.mark.needs_torch("2.6")
+@pytest.mark.parametrize("to", ["torchrun", "one rank"])
+def test_sigterm_saves_and_ends(to, trains, tmp_path, counts_as_run):
+    metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "saved"
+    options = (*SMALL, "--checkpoint-dir", str(saved))
+    run = subprocess.Popen(
+        torchrun_of(*options, "--metrics", str(metrics), "--steps", "100000"),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
+        if to == "torchrun":
+            run.send_signal(signal.SIGTERM)
+        else:
+            import psutil
+
+            ranks = [child for child in psutil.Process(run.pid).children() if "train.py" in " ".join(child.cmdline())]
+            assert len(ranks) == 2
+            ranks[-1].terminate()
+        _, errors = run.communicate(timeout=40)
+    finally:
+        run.kill()
+    if to == "one rank":
+        assert run.returncode == 0, errors
+    done = len(metrics.read_text().splitlines())
+    assert [path.name for path in saved.iterdir()] == [f"step-{done}"]
+    rest, _ = trains(1, 1, *options, "--resume", "--steps", str(done + 2))
+    assert [line["step"] for line in rest] == [done + 1, done + 2]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 40
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------------------ what does not fit
+
+
+def test_a_global_batch_that_cannot_be_shared_out(trains):
+    with pytest.raises(pytest.fail.Exception) as failure:
+        trains(4, 1, "--global-batch", "12", "--micro-batch", "2")
+    assert "--global-batch 12 is no multiple of 8: 4 replicas with --micro-batch 2" in str(failure.value)
