@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -316,3 +317,57 @@ def test_a_global_batch_that_cannot_be_shared_out(trains):
     with pytest.raises(pytest.fail.Exception) as failure:
         trains(4, 1, "--global-batch", "12", "--micro-batch", "2")
     assert "--global-batch 12 is no multiple of 8: 4 replicas with --micro-batch 2" in str(failure.value)
+
+
+# ------------------------------------------------------------------------------------------ more than one node
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """`srun` and `scontrol` as a job on two nodes has them; both nodes are this machine."""
+    commands = {
+        "scontrol": 'echo 127.0.0.1; echo "not this one"',
+        "srun": 'for node in 0 1; do SLURM_NNODES=2 SLURM_NODEID=$node "$@" & pids+=($!); done\n'
+        'for pid in "${pids[@]}"; do wait "$pid" || exit 1; done',
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"PATH": path, "SLURM_JOB_NODELIST": "two", "RANKS_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def test_two_nodes_have_the_same_curve(slurm, trains, tmp_path, counts_as_run):
+    """The SLURM script as it stands, two torchrun agents."""
+    metrics, options = tmp_path / "metrics.jsonl", (*SMALL, "--steps", "4")
+    arguments = ("--sequence-parallel-size", "2", "--metrics", str(metrics), *options)
+    script = SCRIPT.with_suffix(".sbatch")
+    run = subprocess.run(
+        ["bash", script, *arguments],
+        cwd=ROOT,
+        env=slurm | {"MASTER_PORT": free_port()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    curve = [json.loads(line) for line in metrics.read_text().splitlines()]
+    expected, _ = trains(1, 1, *options)
+    assert_same_curve(curve, expected)
+
+
+def test_a_node_that_does_not_come(slurm, tmp_path, counts_as_run):
+    """What the one that came says."""
+    program = Path(sys.executable).with_name("torchrun")
+    rendezvous = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-conf=join_timeout=3".split()
+    command = [program, "--nnodes=2", "--nproc-per-node=1", *rendezvous, SCRIPT]
+    run = subprocess.run(command, cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=60)
+    assert run.returncode != 0
+    print(run.stderr[-3000:])
+    assert "RendezvousTimeoutError" in run.stderr
