@@ -59,7 +59,7 @@ def docs_test(session: nox.Session) -> None:
     """Proves the documentation: snippets on real ranks, their faults, the pages. Options: --device, --record."""
     install(session, *SITE, "parallel", needed="test")
     # ranks wait much of the time, so two cores do more than two tests at once
-    parallel = ["-n3", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
+    parallel = ["-n4", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
     session.run("python", "-m", "pytest", "--ignore=tests/test_launcher.py", *parallel, *session.posargs, external=True)
 
 
@@ -91,6 +91,6 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measures what the pages quote, into docs/_data/."""
-    install(session, "test", "quiet", needed="test")
-    for name in ("launcher", "loss", "packed", "precision"):
+    install(session, "test", "quiet", "bench")
+    for name in ("launcher", "loss", "attention", "packed", "precision"):
         session.run("python", f"benchmarks/{name}.py", *session.posargs, external=True)

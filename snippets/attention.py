@@ -72,6 +72,9 @@ def sdpa(query, key, value, *, is_causal):
 
 # --8<-- [end:sdpa]
 # --8<-- [start:exchange]
+SHORT = 2**22  # bytes of one tensor, at most
+
+
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, *tensors):
@@ -114,7 +117,13 @@ def to_heads(tensors, group):
 
 
 def to_sequence(tensors, group):
-    """[batch, seq, heads/sp, dim] each -> [batch, seq/sp, heads, dim] each."""
+    """[batch, seq, heads/sp, dim] each -> [batch, seq/sp, heads, dim] each.
+
+    Short ones share a collective. Long ones go one by one, each sent from where
+    it lies: what that saves in copies is more than what a collective costs.
+    """
+    if len(tensors) > 1 and tensors[0].nbytes > SHORT:
+        return tuple(to_sequence([x], group)[0] for x in tensors)
     sp_size = dist.get_world_size(group)
     # [batch, seq, heads/sp, dim] -> [to rank, seq/sp, batch, heads/sp, dim]
     parts = [x.transpose(0, 1).unflatten(0, (sp_size, -1)) for x in tensors]
@@ -171,11 +180,8 @@ def _check(query, key, value, group):
             f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: "
             "they travel together, so cast them to one dtype first"
         )
-    sp_size, heads, kv_heads = (
-        dist.get_world_size(group),
-        shapes[0][2],
-        shapes[1][2],
-    )
+    sp_size = dist.get_world_size(group)
+    heads, kv_heads = shapes[0][2], shapes[1][2]
     if heads % sp_size:
         sizes = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(

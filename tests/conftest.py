@@ -47,11 +47,9 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(WHOLE_FILES)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the mark
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "site" in item.fixturenames or item.path.name == "test_notebooks.py":
-            item.add_marker(pytest.mark.xdist_group("site"))  # so that it is built once
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "site" in item.fixturenames or item.path.name == "test_notebooks.py":
+        item.add_marker(pytest.mark.xdist_group("site"))  # so that it is built once
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

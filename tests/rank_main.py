@@ -6,6 +6,7 @@ another.
 """
 
 import faulthandler
+import gc
 import importlib.util
 import io
 import marshal
@@ -103,6 +104,7 @@ class Script:
 
 
 def main(work, environment: dict[str, str], connection: Connection, log: str, stacks: str, tbstyle: str) -> None:
+    gc.freeze()  # what the server has loaded: collecting would touch all of it, and so copy it for each rank
     os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, and what a rank starts is ended with it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _write_output_to(log)

@@ -1,6 +1,8 @@
 """Output and the three gradients of Ulysses attention, against SDPA in one process on the whole sequence."""
 
 import itertools
+import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,14 +10,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
+import attention
 from attention import kv_copies, sdpa, ulysses_attention
 from process_groups import create_parallel_groups
 
 # SP size -> heads, KV heads: shared out, one KV head for several ranks, one copy for each query head, a single KV head
 HEADS = {
+    2: [(6, 3), (4, 2), (4, 1), (2, 2), (10, 5)],
+    4: [(8, 2), (12, 6), (8, 4), (4, 1), (4, 4), (28, 4)],
     1: [(3, 1)],
-    2: [(2, 2), (4, 2), (4, 1), (6, 3), (10, 5)],
-    4: [(4, 4), (8, 4), (8, 2), (4, 1), (12, 6), (28, 4)],
 }
 
 
@@ -51,28 +54,26 @@ def on_ranks(query, key, value, gradient, group, **options):
     return [output.detach(), query.grad, key.grad, value.grad]
 
 
-def assert_same(actual, expected, group, rtol=1e-10, atol=1e-12):
+def assert_same(actual, expected, group, rtol=1e-10, atol=1e-12, case=""):
     for name, mine, all_of_it in zip(["output", "query", "key", "value"], actual, expected, strict=True):
         torch.testing.assert_close(
-            mine, slice_of(all_of_it, group), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            mine, slice_of(all_of_it, group), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n} {case}: {m}"
         )
 
 
-@pytest.mark.parametrize(
-    ("sp_size", "heads", "kv_heads"),
-    [
-        pytest.param(sp, *heads, marks=pytest.mark.distributed(world_size=4), id=f"sp-{sp}-heads-{heads[0]}-{heads[1]}")
-        for sp, all_heads in HEADS.items()
-        for heads in all_heads
-    ],
-)
-def test_output_and_gradients_are_those_of_one_process(sp_size, heads, kv_heads, device):
-    groups = create_parallel_groups(sp_size)
-    for batch, is_causal, value_dim in itertools.product([1, 3], [True, False], [8, 5]):
-        # each replica has a sample of its own
+def compare_with_one_process(on_ranks, numbers, groups, device):
+    """For the `numbers` of query and KV heads, each replica with a sample of its own."""
+    for (heads, kv_heads), batch, is_causal, value_dim in itertools.product(numbers, [1, 3], [True, False], [8, 5]):
         inputs = whole(batch, 12, heads, kv_heads, 8, value_dim, device, seed=groups.dp_rank)
         expected = one_process(*inputs, is_causal)
-        assert_same(on_ranks(*inputs, groups.sp, is_causal=is_causal), expected, groups.sp)
+        case = f"for {heads=}, {kv_heads=}, {batch=}, {is_causal=}, {value_dim=}"
+        assert_same(on_ranks(*inputs, groups.sp, is_causal=is_causal), expected, groups.sp, case=case)
+
+
+@pytest.mark.parametrize("sp_size", HEADS)
+@pytest.mark.distributed(world_size=4)
+def test_output_and_gradients_are_those_of_one_process(sp_size, device):
+    compare_with_one_process(on_ranks, HEADS[sp_size], create_parallel_groups(sp_size), device)
 
 
 @pytest.mark.distributed
@@ -176,6 +177,100 @@ def test_a_gradient_without_memory_of_its_own(device):
     assert_same([output.detach(), *(x.grad for x in leaves)], expected, groups.sp)
 
 
+@dataclass(frozen=True)
+class Case:
+    sp_size: int
+    batch: int
+    tokens: int  # of each rank
+    local_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    is_causal: bool
+    layouts: tuple[str, ...]  # of query, key, value and the output's gradient, on odd ranks
+    short: int  # what `attention.SHORT` is
+
+
+def cases(world_size):
+    from hypothesis import strategies as st
+
+    divisors = [n for n in range(1, 37) if world_size % n == 0]
+    dims = st.integers(1, 9)
+    few = st.integers(1, 3)
+    layout = st.sampled_from(["contiguous", *LAYOUTS])
+    return st.tuples(st.sampled_from(divisors), few).flatmap(
+        lambda sizes: st.builds(
+            Case,
+            sp_size=st.just(sizes[0]),
+            batch=few,
+            tokens=st.integers(1, 4),
+            local_heads=st.just(sizes[1]),
+            kv_heads=st.sampled_from([n for n in range(1, 37) if math.prod(sizes) % n == 0]),
+            head_dim=dims,
+            value_dim=dims,
+            is_causal=st.booleans(),
+            layouts=st.tuples(layout, layout, layout, layout),
+            short=st.sampled_from([0, attention.SHORT]),
+        )
+    )
+
+
+def problem_with(case, groups, device):
+    """What is wrong on this rank, or nothing."""
+    group, heads = groups.sp, case.sp_size * case.local_heads
+    attention.SHORT = case.short
+    inputs = whole(
+        case.batch,
+        case.tokens * case.sp_size,
+        heads,
+        case.kv_heads,
+        case.head_dim,
+        case.value_dim,
+        device,
+        seed=groups.dp_rank,
+    )
+    odd = dist.get_rank() % 2
+    relaid = [LAYOUTS[name] if odd and name in LAYOUTS else torch.clone for name in case.layouts]
+    *leaves, gradient = (f(slice_of(x, group)) for f, x in zip(relaid, inputs, strict=True))
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    try:
+        output = ulysses_attention(*leaves, group, is_causal=case.is_causal)
+        output.backward(gradient)
+        actual = [output.detach(), *(x.grad for x in leaves)]
+        assert_same(actual, one_process(*inputs, case.is_causal), group)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.distributed(world_size=n)) for n in (4, 6)])
+def test_whatever_the_sizes(size, device):
+    """Examples that hypothesis finds, each rank the same ones: they agree on each outcome, so all go on alike."""
+    from hypothesis import HealthCheck, Phase, given, settings  # here: each rank of each test imports this file
+
+    groups = {sp_size: create_parallel_groups(sp_size) for sp_size in range(1, size + 1) if size % sp_size == 0}
+
+    @settings(
+        derandomize=True,
+        database=None,
+        deadline=None,  # nothing that depends on the clock
+        suppress_health_check=list(HealthCheck),
+        max_examples=20,
+        phases=[Phase.generate, Phase.shrink],
+        report_multiple_bugs=False,
+    )
+    @given(cases(size))
+    def holds(case):
+        print(case)  # where a rank waits for ever, the last one is the example
+        problems = [None] * size
+        dist.all_gather_object(problems, problem_with(case, groups[case.sp_size], device))
+        found = "".join(f"\nrank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+        if found:
+            pytest.fail(f"{case}{found}", pytrace=False)
+
+    holds()
+
+
 @pytest.mark.parametrize("trained", [0, 1, 2])
 @pytest.mark.distributed(world_size=2)
 def test_where_only_one_of_the_three_is_trained(trained, device):
@@ -225,10 +320,12 @@ def test_lower_precision_rounds_as_one_process_does(dtype, device):
         assert error <= 1.5 * usual
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.distributed(world_size=4)
-def test_what_is_sent(needs_grad, monkeypatch, device):
-    """One collective for query, key and value, one for the output; the same again in backward."""
+def test_what_is_sent(needs_grad, long, monkeypatch, device):
+    """One collective for query, key and value, one for the output; the same again in backward, unless they are long."""
+    monkeypatch.setattr(attention, "SHORT", 0 if long else attention.SHORT)
     sent = []
     send = dist.all_to_all_single
     monkeypatch.setattr(
@@ -241,7 +338,7 @@ def test_what_is_sent(needs_grad, monkeypatch, device):
     assert sent == [inputs, outputs]
     if needs_grad:
         output.backward(slice_of(gradient, None))
-        assert sent == [inputs, outputs, outputs, inputs]
+        assert sent == [inputs, outputs, outputs, *([x.numel() for x in leaves] if long else [inputs])]
 
 
 @pytest.mark.distributed(world_size=1)

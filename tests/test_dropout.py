@@ -83,7 +83,7 @@ def plain(query, key, value, group):
     return ulysses_attention(query, key, value, group, attention=attention_with_dropout(P))
 
 
-@pytest.mark.parametrize("sp_size", [1, 2, 4])
+@pytest.mark.parametrize("sp_size", [2, 4, 1])
 @pytest.mark.distributed(world_size=4)
 def test_output_and_gradients_are_those_of_one_process_that_drops_the_same(sp_size, device):
     group = create_parallel_groups(sp_size).sp

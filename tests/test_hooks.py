@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("mkdocs", reason="the site's hooks were not tested: mkdocs is not installed")
+for package in ("mkdocs", "matplotlib", "nbclient"):
+    pytest.importorskip(package, reason=f"the site's hooks were not tested: {package} is not installed")
 
 import hooks
 

@@ -211,7 +211,7 @@ FAULTS = [
     ),
     Fault(
         "closes the launcher's pipe",
-        "[c.close() for c in gc.get_objects() if isinstance(c, Connection)]; time.sleep(1000)",
+        "gc.unfreeze(); [c.close() for c in gc.get_objects() if isinstance(c, Connection)]; time.sleep(1000)",
         "rank 2: closed the pipe through which it reports",
     ),
     Fault("closes stdout", "sys.stdout.close(); os.close(1); raise ValueError('x')", "rank 2: ValueError: x"),

@@ -50,7 +50,7 @@ every_grid = pytest.mark.parametrize(
     "sp_size",
     [
         pytest.param(sp, marks=pytest.mark.distributed(world_size=world), id=f"dp-{world // sp}-sp-{sp}")
-        for world, sp in [(2, 2), (4, 4), (4, 2), (2, 1)]
+        for world, sp in [(4, 2), (4, 4), (2, 2), (2, 1)]
     ],
 )
 
@@ -86,6 +86,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(sp_size, device):
     assert_same_as_one_process(model, loss, one_process, groups.dp_size, device)
 
 
+@pytest.mark.needs_torch("2.2")  # before it, gloo's all-to-all has no bf16
 @pytest.mark.distributed(world_size=4)
 def test_bf16_on_ranks_is_no_further_from_one_process_than_that_is_from_fp64(device):
     """How equal is equal: the page of that name has the figures."""

@@ -165,7 +165,7 @@ def test_a_failing_cell_on_the_ranks(written, tmp_path, nothing_left):
         "import ipyparallel as ipp\n"
         "ranks = ipp.Cluster(n=2).start_and_connect_sync(activate=True)\n"
         "ranks[:].scatter('rank', range(2), flatten=True)",
-        "%%px\nprint('before', rank)\nif rank == 1:\n    raise KeyError('lost')",
+        "%%px\nprint('before', rank)\nif rank == 1:\n    import time\n    time.sleep(1)\n    raise KeyError('lost')",
         "print('not reached')",
     )
     with pytest.raises(PluginError) as failure:

@@ -83,7 +83,7 @@ def assert_same(actual, expected, group, context):
 
 @every_way
 @pytest.mark.parametrize(
-    "sp_size", [pytest.param(sp, marks=pytest.mark.distributed(world_size=4), id=f"sp-{sp}") for sp in (1, 2, 4)]
+    "sp_size", [pytest.param(sp, marks=pytest.mark.distributed(world_size=4), id=f"sp-{sp}") for sp in (2, 4, 1)]
 )
 def test_output_and_gradients_are_those_of_each_document_alone(sp_size, way, device):
     groups = create_parallel_groups(sp_size)

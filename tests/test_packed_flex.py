@@ -22,11 +22,11 @@ def cases(groups, device):
         yield rows, is_causal, [x.float() for x in inputs]
 
 
-@pytest.mark.distributed(world_size=4, timeout=120)  # on a GPU it compiles
+@pytest.mark.distributed(world_size=2, timeout=120)  # on a GPU it compiles
 def test_output_is_that_of_each_document_alone(device):
     from packed_flex import packed_flex_attention
 
-    for sp_size in (1, 2, 4):
+    for sp_size in (1, 2):
         groups = create_parallel_groups(sp_size)
         for rows, is_causal, inputs in cases(groups, device):
             positions = slice_of(positions_of(rows, device), groups.sp)

@@ -175,7 +175,8 @@ def test_record_on_the_default_torch_is_fresh(snippet, request):
     assert not any(record["stale"] for record in records), (
         "the code has changed since it was recorded: once all its other tests pass, nox -s docs-test -- --record"
     )
-    assert {record["outcome"] for record in records} == {"passed"}
+    # on a number of ranks all may be skipped, as what needs a GPU is
+    assert {"passed"} <= {record["outcome"] for record in records} <= {"passed", "not run"}
 
 
 # ------------------------------------------------------------------------------------- the built site

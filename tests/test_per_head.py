@@ -48,7 +48,7 @@ def slice_of(x, group):
 
 
 @pytest.mark.parametrize("kind", ["scaled_attention", "slope", "sink"])
-@pytest.mark.parametrize("sp_size", [1, 2, 4])
+@pytest.mark.parametrize("sp_size", [2, 4, 1])
 @pytest.mark.distributed(world_size=4)
 def test_output_and_gradients_are_those_of_one_process(sp_size, kind, device):
     group = create_parallel_groups(sp_size).sp

@@ -9,6 +9,7 @@ missing number fails the build. Known are:
     {$ tested("loss.py") $}                  what snippets/loss.py was run with, and a link to the file
     {$ compatibility() $}                    the table of all snippets on all versions and devices
     {$ by_rank(["right", "ValueError"]) $}   one outcome for each rank, in words
+    {$ figure("attention") $}                drawn from docs/_data/ by figures.py
 """
 
 import functools
@@ -24,6 +25,8 @@ from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 from pymdownx.snippets import SnippetPreprocessor
+
+from figures import figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -61,6 +64,7 @@ def on_config(config):
         tables = [json.loads(file.read_text()) for file in (folder / subfolder).glob("*.json")]
         data[subfolder] = sorted(tables, key=lambda table: in_order(table["device"], table["torch"]))
     templates.globals.update(data=data, records=load_records(), by_rank=by_rank)
+    templates.globals.update(figure=functools.partial(figure, data))
 
 
 def on_files(files, config):

@@ -1,0 +1,112 @@
+"""Adds to the build: figures drawn from docs/_data/, which hooks.py hands to the pages as `{$ figure("name") $}`."""
+
+import html
+import io
+
+import matplotlib.style
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from mkdocs.exceptions import PluginError
+
+from notebooks import ROOT, inline_svg
+
+STYLE = ROOT / "notebooks" / "ranks.mplstyle"
+INK, INK_SOFT = "#1d2330", "#556070"  # of site.css, as all colours here
+
+
+def figure(data, name):
+    """The figure's HTML. What it draws must be in `data`, or the build fails."""
+    try:
+        return FIGURES[name](data)
+    except KeyError as error:
+        raise PluginError(f"figure({name!r}): {error} is missing") from error
+
+
+def as_html(drawn, figure_id, alt, caption):
+    """Drawn by matplotlib, shown in the site's colours; one line, so that Markdown leaves it as it is."""
+    svg = io.StringIO()
+    drawn.savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    picture = inline_svg(svg.getvalue(), alt, figure_id)
+    return f"<figure>{picture}<figcaption>{html.escape(caption)}</figcaption></figure>"
+
+
+# --------------------------------------------------------------------------------------------- attention
+
+NAMES = {"this_site": "this site", "deepspeed": "DeepSpeed", "yunchang": "yunchang"}
+PARTS = {"collectives": "#1f66b0", "copies": "#a85408", "attention": INK_SOFT}
+LONGEST = 2  # times the faster peer: where a busy machine's lines end
+KERNELS = {"no_attention": "a kernel that takes no time", "sdpa": "SDPA"}
+
+
+def attention(data):
+    """One figure for each device that was measured."""
+    measured = [data["attention"], *([data["attention_cuda"]] if "attention_cuda" in data else [])]
+    with matplotlib.style.context(STYLE):
+        return "\n\n".join(attention_on(run, f"figure-attention-{i}") for i, run in enumerate(measured))
+
+
+def attention_on(run, figure_id):
+    """Bars in parts, for some lengths; 1 is the faster of the other two."""
+    lengths = [length for length in run["lengths"] if "sdpa" in length]
+    lengths = lengths[:: max(1, len(lengths) // 3)]
+    if lengths[-1] is not run["lengths"][-1]:
+        lengths.append(run["lengths"][-1])
+    drawn = Figure(figsize=(9, 1.05 * len(lengths) + 1))
+    panels = drawn.subplots(1, 2, sharey=True, sharex=True)
+    for axes, (kernel, what) in zip(panels, KERNELS.items(), strict=True):
+        for row, length in enumerate(lengths):
+            if kernel in length:
+                draw_bars(axes, 4 * row, length, kernel)
+            else:
+                axes.text(0.05, 4 * row + 1, "not measured", va="center", color=INK_SOFT)
+        axes.axvline(1, color=INK, linewidth=1, linestyle=":")
+        axes.set(title=f"with {what}", xlabel="time, the faster peer = 1")
+    places = [4 * row + bar for row in range(len(lengths)) for bar in range(3)]
+    panels[0].set_yticks(places, [*NAMES.values()] * len(lengths))
+    panels[0].set(xlim=(0, LONGEST + 0.4), ylim=(4 * len(lengths) - 1.3, -0.7))
+    beside = {"ha": "right", "transform": panels[0].get_yaxis_transform()}  # x as a share of the panel's width
+    panels[0].text(-0.45, -1, "tokens\na rank", va="bottom", **beside)
+    for row, length in enumerate(lengths):
+        panels[0].text(-0.45, 4 * row + 1, f"{length['tokens']:,}", va="center", fontweight="bold", **beside)
+    keys = [Patch(color=colour, label=part) for part, colour in PARTS.items()]
+    drawn.legend(handles=keys, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+    drawn.tight_layout()
+
+    alt = "Bars: time of this site, DeepSpeed and yunchang divided by that of the faster peer."
+    for kernel, what in KERNELS.items():
+        ratios = [f"{length[kernel]['ratio']:.2f} at {length['tokens']:,}" for length in lengths if kernel in length]
+        alt += f" With {what}, this site takes {', '.join(ratios)} tokens a rank."
+    rounds = [length[kernel]["rounds"] for length in lengths for kernel in KERNELS if kernel in length]
+    caption = (
+        f"Forward and backward on {run['ranks']} ranks over {run['backend']}, {run['device']}, {run['dtype']}, torch "
+        f"{run['torch']}, DeepSpeed {run['deepspeed']}, yunchang {run['yunchang']}: medians of {min(rounds)} to "
+        f"{max(rounds)} rounds in turn, and lines from quartile to quartile, {run['date']}."
+    )
+    return as_html(drawn, figure_id, alt, caption)
+
+
+def draw_bars(axes, top, length, kernel):
+    times = length[kernel]
+    unit = min(times[name]["ms"] for name in NAMES if name != "this_site")
+    for place, name in enumerate(NAMES, top):
+        left = 0
+        for part, ms in parts_of(length, kernel, name).items():
+            axes.barh(place, ms / unit, left=left, height=0.86, color=PARTS[part])
+            left += ms / unit
+        ms, low, high = (times[name][key] for key in ("ms", "low_ms", "high_ms"))
+        axes.plot([low / unit, min(high / unit, LONGEST)], [place, place], color=INK, linewidth=1.5)
+        end = min(max(left, high / unit), LONGEST)
+        axes.text(end + 0.04, place, f"{ms:.0f} ms" if ms >= 20 else f"{ms:.1f} ms", va="center", fontsize=11)
+
+
+def parts_of(length, kernel, name):
+    """Milliseconds. Copies are what remains without attention; attention is what SDPA adds to that."""
+    without = length["no_attention"][name]
+    copies = without["ms"] - without["collective_ms"]
+    parts = {"collectives": without["collective_ms"], "copies": copies}
+    if kernel == "sdpa":
+        parts["attention"] = max(0, length["sdpa"][name]["ms"] - without["ms"])
+    return parts
+
+
+FIGURES = {"attention": attention}
