@@ -60,7 +60,9 @@ def docs_test(session: nox.Session) -> None:
     install(session, *SITE, "parallel", needed="test")
     # ranks wait much of the time, so two cores do more than two tests at once
     parallel = ["-n4", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
-    session.run("python", "-m", "pytest", "--ignore=tests/test_launcher.py", *parallel, *session.posargs, external=True)
+    options = ["--ignore=tests/test_launcher.py", *parallel, *session.posargs]
+    bytecode = {"PYTHONDONTWRITEBYTECODE": ""}  # each fault imports its test anew: not from the source where it is set
+    session.run("python", "-m", "pytest", *options, env=bytecode, external=True)
 
 
 @nox.session(name="compat-test", python="3.11")  # legacy torch has no wheels for later ones

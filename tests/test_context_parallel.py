@@ -38,6 +38,8 @@ def one_process(query, key, value, gradient):
 def test_output_and_gradients_are_those_of_one_process(ranks, device):
     if device != "cuda":
         pytest.skip("torch's context_parallel has no attention for a CPU: run with --device cuda")
+    if dist.get_backend() == "gloo":  # torch 2.11: all_gather_tensor alone ends so, on two ranks
+        pytest.skip("over gloo, torch's functional collectives end with SIGSEGV on CUDA tensors: a GPU for each rank")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     inputs = whole(device, torch.bfloat16)
