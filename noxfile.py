@@ -94,5 +94,5 @@ def lint(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measures what the pages quote, into docs/_data/."""
     install(session, "test", "quiet", "bench")
-    for name in ("launcher", "loss", "attention", "packed", "precision"):
+    for name in ("launcher", "loss", "attention", "packed", "precision", "train"):
         session.run("python", f"benchmarks/{name}.py", *session.posargs, external=True)
