@@ -122,7 +122,8 @@ def to_sequence(tensors, group):
     Short ones share a collective. Long ones go one by one, each sent from where
     it lies: what that saves in copies is more than what a collective costs.
     """
-    if len(tensors) > 1 and tensors[0].nbytes > SHORT:
+    size = tensors[0].numel() * tensors[0].element_size()
+    if len(tensors) > 1 and size > SHORT:
         return tuple(to_sequence([x], group)[0] for x in tensors)
     sp_size = dist.get_world_size(group)
     # [batch, seq, heads/sp, dim] -> [to rank, seq/sp, batch, heads/sp, dim]

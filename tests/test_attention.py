@@ -320,6 +320,20 @@ def test_lower_precision_rounds_as_one_process_does(dtype, device):
         assert error <= 1.5 * usual
 
 
+@pytest.mark.needs_torch("2.4")  # 2.2 and 2.3 compile no autograd.Function that writes into a part of a buffer
+@pytest.mark.distributed(world_size=2, timeout=60)
+def test_compiled_at_any_length(device):
+    """The second length makes torch compile for all: sizes are symbols then."""
+    compiled = torch.compile(ulysses_attention, backend="aot_eager")
+    for tokens in (12, 20, 28):
+        inputs = whole(2, tokens, 4, 2, 8, 8, device)
+        query, key, value = (slice_of(x, None).clone().requires_grad_() for x in inputs[:3])
+        output = compiled(query, key, value, None)
+        output.backward(slice_of(inputs[3], None))
+        actual = [output.detach(), query.grad, key.grad, value.grad]
+        assert_same(actual, one_process(*inputs, is_causal=True), None, case=f"for {tokens=}")
+
+
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.distributed(world_size=4)
