@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "snippets"), str(ROOT / "tests")]
 
 STEPS, TOKENS, BATCH = 50, 128, 8
-RUNS = [  # dp, sp, options; beside the single process
+RUNS = [  # dp, sp, options; the first is what the others are compared with
+    (1, 1, []),
     (1, 2, []),
     (1, 4, []),
     (2, 2, []),
@@ -79,11 +80,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     device = parser.parse_args().device
-    one = train(ROOT / "snippets", device, 1, 1, [])
+    raw = [train(ROOT / "snippets", device, *run) for run in RUNS]
+    one = raw[0]
     runs = [
-        {"dp": dp, "sp": sp, "options": " ".join(options)}
-        | compared(train(ROOT / "snippets", device, dp, sp, options), one)
-        for dp, sp, options in RUNS
+        {"dp": dp, "sp": sp, "options": " ".join(options)} | compared(run, one)
+        for (dp, sp, options), run in zip(RUNS, raw, strict=True)
     ]
     faults = []
     for name, (right, wrong) in FAULTS.items():
