@@ -41,7 +41,7 @@ def parse_options():
     add("--tokens", type=int, default=256, help="longest sample")
     add("--global-batch", type=int, default=8, help="samples of a step")
     add("--micro-batch", type=int, default=2, help="samples of a forward pass")
-    add("--learning-rate", type=float, default=3e-3)
+    add("--learning-rate", type=float, default=1e-3)
     add("--max-norm", type=float, default=1.0)
     add("--compile", action="store_true")
     add(
@@ -67,7 +67,7 @@ def samples_of(tokens):
         for text in paragraphs
         for start in range(0, len(text) - 1, tokens)
     ]
-    return [x for i, x in enumerate(samples) if i % 10], samples[::10]
+    return [x for i, x in enumerate(samples) if i % 100], samples[::100]
 
 
 def collate(samples):
