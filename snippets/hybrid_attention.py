@@ -29,7 +29,11 @@ def create_hybrid_groups(
     is that of rank b of the ring.
     """
     world_size, sp_size = dist.get_world_size(), sequence_parallel_size
-    if world_size % sp_size or sp_size % ulysses_size:
+    if (
+        min(sp_size, ulysses_size) < 1
+        or world_size % sp_size
+        or sp_size % ulysses_size
+    ):
         raise ValueError(
             f"a world of {world_size} ranks, sequence_parallel_size={sp_size}, "
             f"ulysses_size={ulysses_size}: each must divide the one before it"

@@ -19,6 +19,14 @@ class Config:
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-5
 
+    def __post_init__(self):
+        if self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
+            raise ValueError(
+                f"hidden={self.hidden}, heads={self.heads}, kv_heads="
+                f"{self.kv_heads}: hidden must be a multiple of twice the heads"
+                " (RoPE turns pairs), and heads a multiple of kv_heads"
+            )
+
 
 # --8<-- [end:config]
 # --8<-- [start:decoder]
@@ -55,7 +63,7 @@ class Decoder(nn.Module):
         """RoPE's cosines and sines, each [batch, seq, 1, head_dim/2]."""
         head_dim = self.config.hidden // self.config.heads
         exponent = torch.arange(0, head_dim, 2, device=position_ids.device)
-        frequency = self.config.rope_base ** -(exponent / head_dim)
+        frequency = self.config.rope_base ** -(exponent.float() / head_dim)
         angle = position_ids[..., None, None] * frequency  # in fp32
         return angle.cos(), angle.sin()
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import torch
 import torch.nn.functional as F
 
 from attention import ulysses_attention
@@ -24,6 +25,8 @@ def packed_loss(model, batch, group, gradient_divisor):
         attention=packed_attention(shard["position_ids"], group),
     )
     logits = model(shard["input_ids"], shard["position_ids"], attention)
+    # A sum over many tokens loses digits in bf16.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = shard["shift_labels"].flatten()
     loss_sum = F.cross_entropy(
         logits.flatten(0, 1), labels, ignore_index=-100, reduction="sum"

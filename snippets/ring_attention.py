@@ -13,11 +13,13 @@ def ring_attention(query, key, value, group, *, is_causal=True):
     key, value: the same; fewer heads are allowed, for value another head_dim.
 
     Returns this rank's slice, [batch, seq/sp, heads, head_dim of value]. It
-    computes in fp32, or fp64 where that comes in. First derivatives only.
+    computes in fp32, under autocast too, or fp64 where that comes in. It takes
+    the sequence for one document. First derivatives only.
     Source: Liu et al., Ring Attention, arXiv 2310.01889.
     """
     _check(query, key, value, group)
-    return _Ring.apply(query, key, value, group, is_causal)
+    with torch.autocast(query.device.type, enabled=False):
+        return _Ring.apply(query, key, value, group, is_causal)
 
 
 class _Ring(torch.autograd.Function):

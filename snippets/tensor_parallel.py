@@ -18,8 +18,9 @@ def tensor_parallel_attention(
     weights: those of this rank's heads: "query", "key" and "value", [heads/tp ·
         head_dim, hidden], and "output", [hidden, heads/tp · head_dim].
 
-    Returns the like of `hidden`. Sources: Shoeybi et al., Megatron-LM, arXiv
-    1909.08053; Korthikanti et al., arXiv 2205.05198, for the slices.
+    Returns the like of `hidden`. First derivatives only. Sources: Shoeybi et
+    al., Megatron-LM, arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198,
+    for the slices.
     """
     for name in ("query", "key", "value"):
         if weights[name].shape[0] % head_dim:
@@ -53,6 +54,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         return all_reduce(gradient, ctx.group), None
 
@@ -63,6 +65,7 @@ class _AllReduce(torch.autograd.Function):
         return all_reduce(x, group)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         return gradient, None
 
@@ -74,6 +77,7 @@ class _AllGather(torch.autograd.Function):
         return all_gather(x, group)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         return reduce_scatter(gradient, ctx.group), None
 
@@ -85,6 +89,7 @@ class _ReduceScatter(torch.autograd.Function):
         return reduce_scatter(x, group)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         return all_gather(gradient, ctx.group), None
 

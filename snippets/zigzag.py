@@ -41,6 +41,11 @@ def in_order(attention, group):
 
 def take(x, order):
     """[batch, seq, heads, dim], its chunks in another order."""
+    if x.shape[1] % len(order):
+        raise ValueError(
+            f"{x.shape[1]} tokens are not {len(order)} equal chunks: these "
+            "slices are not those of `zigzag_slice`"
+        )
     chunks = x.chunk(len(order), dim=1)
     return torch.cat([chunks[i] for i in order], dim=1)
 

@@ -1650,8 +1650,8 @@ FAULTS = [
     Fault(
         "sizes that do not fit are let through",
         "hybrid_attention.py",
-        "if world_size % sp_size or sp_size % ulysses_size:",
-        "if world_size % sp_size:",
+        "\n        or sp_size % ulysses_size\n",
+        "\n",
         "test_sizes_that_do_not_fit_fail_before_any_group_is_made",
     ),
     # --------------------------------------------------------------------------- tensor_parallel.py
@@ -1818,5 +1818,70 @@ FAULTS = [
         "with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):",
         "if context_parallel:",
         "test_what_it_says_on_a_cpu",
+    ),
+    # ------------------------------------------------------------------------- wrong without an error
+    Fault(
+        "backward's all-reduce is differentiated as if it were none",
+        "tensor_parallel.py",
+        "    @torch.autograd.function.once_differentiable\n"
+        "    def backward(ctx, gradient):\n        return all_reduce(gradient, ctx.group), None",
+        "    def backward(ctx, gradient):\n        return all_reduce(gradient, ctx.group), None",
+        "test_second_derivatives_are_refused",
+    ),
+    Fault(
+        "autocast makes the forward pass bf16",
+        "ring_attention.py",
+        "with torch.autocast(query.device.type, enabled=False):",
+        "if True:",
+        "test_autocast_changes_nothing",
+    ),
+    Fault(
+        "the loss is summed in bf16",
+        "packed_step.py",
+        "logits = logits.to(torch.promote_types(logits.dtype, torch.float32))",
+        "logits = logits",
+        "test_logits_in_bf16_give_the_loss_of_their_numbers",
+    ),
+    Fault(
+        "angles in the default dtype",
+        "model.py",
+        "exponent.float()",
+        "exponent",
+        "test_norms_and_angles_are_computed_in_fp32",
+    ),
+    Fault(
+        "norms in the model's dtype",
+        "model.py",
+        "torch.promote_types(x.dtype, torch.float32)",
+        "x.dtype",
+        "test_norms_and_angles_are_computed_in_fp32",
+    ),
+    Fault(
+        "summed as it lies in memory",
+        "tensor_parallel.py",
+        "x.clone(memory_format=torch.contiguous_format)",
+        "x.clone()",
+        "test_a_sum_of_what_lies_otherwise_in_memory",
+    ),
+    Fault(
+        "a hidden size that the heads do not divide",
+        "model.py",
+        "self.hidden % (2 * self.heads)",
+        "self.hidden % 2",
+        "test_sizes_that_do_not_fit",
+    ),
+    Fault(
+        "a tensor is cut of which only the second size fits",
+        "sharding.py",
+        "x.shape[:2] == (batch_size, seq)",
+        "x.shape[1:2] == (seq,)",
+        "test_all_else_is_passed_on",
+    ),
+    Fault(
+        "chunks of unequal length are put in order",
+        "zigzag.py",
+        "if x.shape[1] % len(order):",
+        "if x.shape[1] < len(order):",
+        "test_a_chunk_from_each_end",
     ),
 ]

@@ -416,6 +416,19 @@ def test_slices_of_unequal_length_end_the_process(launch, device):
     assert "op.preamble.length <= op.nbytes" in str(failure.value)
 
 
+@pytest.mark.distributed(world_size=2)
+def test_other_shapes_with_as_many_numbers_give_no_error(device):
+    """What the page warns of: [2, 4] tokens on one rank, [1, 8] on the other."""
+    inputs = whole(2, 8, 2, 2, 4, 4, device)[:3]
+    query, key, value = (slice_of(x, None) for x in inputs)
+    if dist.get_rank() == 1:
+        query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
+    output = ulysses_attention(query, key, value, None)
+    expected = slice_of(sdpa(*inputs, is_causal=True), None)
+    assert output.shape == query.shape
+    assert not torch.allclose(output.view_as(expected), expected)
+
+
 MODELS = {  # query heads, KV heads; from the models' published config.json
     "Llama-3.1-8B": (32, 8),
     "Qwen2.5-3B": (16, 2),

@@ -281,6 +281,14 @@ def test_the_table_of_the_grids(recorded):
     recorded("how-much-is-sent-grids.txt", "\n".join(tables))
 
 
+def test_more_copies_can_outweigh_more_ranks():
+    assert ulysses_sends(QWEN, 7) > ulysses_sends(QWEN, 4)
+    forty = LLAMA._replace(heads=40, kv_heads=8, tokens=40 * 40)
+    less = {size: ulysses_sends(forty, size)[0] < ring_sends(forty, size)[0] for size in (8, 10, 20)}
+    assert less == {8: True, 10: False, 20: True}
+    assert ulysses_sends(forty, 10)[0] == ring_sends(forty, 10)[0]
+
+
 def test_from_which_size_ulysses_sends_less(recorded):
     """By the formulas, for SP sizes that divide the query heads."""
     lines = [f"{'query, KV heads':>18}{'forward':>10}{'both ways, bf16':>18}"]

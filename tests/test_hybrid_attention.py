@@ -58,7 +58,7 @@ def test_output_and_gradients_are_those_of_one_process(sp_size, ulysses_size, he
         assert_same(on_ranks(*inputs, sp.sp, attention=attention, is_causal=is_causal), expected, sp.sp)
 
 
-@pytest.mark.parametrize(("sp_size", "ulysses_size"), [(3, 1), (4, 3), (8, 2)])
+@pytest.mark.parametrize(("sp_size", "ulysses_size"), [(3, 1), (4, 3), (8, 2), (4, 0)])
 @pytest.mark.distributed(world_size=4)
 def test_sizes_that_do_not_fit_fail_before_any_group_is_made(sp_size, ulysses_size, monkeypatch):
     monkeypatch.setattr(dist, "new_group", None)

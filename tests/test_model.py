@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from attention import sdpa, ulysses_attention
 from loss import token_mean
-from model import Config, Decoder
+from model import Config, Decoder, RMSNorm
 from process_groups import create_parallel_groups
 from sharding import shard_batch
 
@@ -197,6 +197,27 @@ def test_only_differences_of_positions_count(device):
     stretched = model(input_ids, 3 * positions, sdpa)
     torch.testing.assert_close(far, near, rtol=1e-4, atol=1e-6)  # angles are fp32
     assert (stretched - near).abs().max() > 1e-3 * near.abs().max()
+
+
+@pytest.mark.distributed(world_size=1)
+def test_norms_and_angles_are_computed_in_fp32(device):
+    """In bf16 a norm would be rounded three times, and position 1001 would be 1000."""
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    once = normed(x.double(), 1).bfloat16()
+    norm = RMSNorm(CONFIG).to(device, torch.bfloat16)
+    assert (norm(x) == once).float().mean() > 0.99
+
+    model, _, positions = model_and_tokens(device)
+    expected = model.rotation(positions + 1000)
+    torch.set_default_dtype(torch.bfloat16)
+    assert all(map(torch.equal, model.rotation(positions + 1000), expected))
+
+
+@pytest.mark.parametrize("sizes", [{"hidden": 48, "heads": 7}, {"hidden": 40}, {"kv_heads": 3}], ids=str)
+def test_sizes_that_do_not_fit(sizes):
+    """48 // 7 is 6: the model would have 8 heads, and say nothing. 40 / 8 is 5, which has no pairs."""
+    with pytest.raises(ValueError, match="hidden must be a multiple of twice the heads"):
+        Config(**sizes)
 
 
 @pytest.mark.distributed(world_size=1)

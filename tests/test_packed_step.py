@@ -40,6 +40,15 @@ def test_loss_and_every_gradient_are_those_of_each_document_alone(sp_size, devic
     assert_same_as_one_process(model, loss, each_document_alone, groups.dp_size, device)
 
 
+@pytest.mark.distributed(world_size=1)
+def test_logits_in_bf16_give_the_loss_of_their_numbers(device):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 13, 31, generator=generator).to(device, torch.bfloat16)
+    batch = packed_batch(0, device)
+    mine, exact = (packed_loss(lambda *_, x=x: x, batch, None, 1) for x in (logits, logits.double()))
+    torch.testing.assert_close(mine.double(), exact, rtol=1e-6, atol=0)
+
+
 @pytest.mark.distributed(world_size=2)
 def test_the_batch_is_left_as_it_was(device):
     batch = packed_batch(0, device)

@@ -36,8 +36,9 @@ def test_output_and_gradients_are_those_of_one_process(sp_size, device):
 @pytest.mark.distributed
 def test_over_all_ranks(device):
     needs_point_to_point(device)
-    inputs = whole(2, 3 * dist.get_world_size(), 4, 2, 8, 8, device)
-    assert_same(on_ranks(*inputs, None), one_process(*inputs, is_causal=True), None)
+    for tokens in (3, 1):  # of each rank
+        inputs = whole(2, tokens * dist.get_world_size(), 4, 2, 8, 8, device)
+        assert_same(on_ranks(*inputs, None), one_process(*inputs, is_causal=True), None)
 
 
 @pytest.mark.distributed(world_size=4)
@@ -142,6 +143,19 @@ def test_gradients_of_many_blocks_are_summed_in_fp32(device):
     output.backward(torch.full_like(output, mine))
     assert value.grad.tolist() == torch.full_like(value, 2 * (8000 + 3 * 8) / 8).tolist()
     assert all(x.grad is not None for x in leaves)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_autocast_changes_nothing(device):
+    needs_point_to_point(device)
+    inputs = whole(2, 16, 4, 2, 8, 8, device, torch.float32)
+
+    def under_autocast(*arguments, **options):
+        with torch.autocast(device, torch.bfloat16):
+            return ring_attention(*arguments, **options)
+
+    actual = on_ranks(*inputs, None, attention=under_autocast)
+    assert all(map(torch.equal, actual, on_ranks(*inputs, None)))
 
 
 @pytest.mark.distributed(world_size=1)

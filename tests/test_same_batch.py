@@ -113,6 +113,12 @@ def test_workers_augment_alike_within_a_group_though_ranks_have_seeds_of_their_o
     assert noise[0] != noise[1]
     mine, others = on_all_ranks(noise, groups.dp)
     assert mine != others  # replicas augment in their own ways
+    if groups.sp_rank == 0:
+        next(iter(loader))  # the others do not: their workers then have other seeds
+    batch = next(iter(loader))
+    with pytest.raises(ValueError, match="noise") as error:
+        check_same_batch(batch, groups.sp)
+    assert "input_ids" not in str(error.value)
 
 
 @pytest.mark.distributed(world_size=2)

@@ -201,6 +201,7 @@ def test_all_else_is_passed_on(device):
         "pixel_values": torch.zeros(2, 3, 4, 4, device=device),
         "sample_weights": torch.ones(2, device=device),
         "image_grid_thw": torch.ones(6, 2, device=device),  # [seq, batch]
+        "image_mask": torch.ones(5, 6, device=device),  # [images, seq]
         "scale": torch.tensor(2.0, device=device),
         "source": ["web", "books"],
         "note": None,

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from process_groups import create_parallel_groups
-from tensor_parallel import tensor_parallel_attention
+from tensor_parallel import all_reduce, tensor_parallel_attention
 
 HEAD_DIM = 6
 NAMES = ("query", "key", "value", "output")
@@ -85,6 +85,25 @@ def test_output_and_gradients_are_those_of_one_process(tp_size, heads, kv_heads,
 @pytest.mark.distributed(world_size=4)
 def test_with_the_sequence_cut_between_layers(tp_size, heads, kv_heads, device):
     compare(tp_size, heads, kv_heads, True, device)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_sum_of_what_lies_otherwise_in_memory(device):
+    """gloo adds up memory from front to back: strides that differ would mix the numbers up."""
+    x = torch.arange(12.0, device=device).view(2, 3, 2)
+    mine = x.transpose(0, 1).contiguous().transpose(0, 1) if dist.get_rank() else x
+    assert torch.equal(all_reduce(mine, None), 2 * x)
+
+
+@pytest.mark.distributed(world_size=1)
+def test_second_derivatives_are_refused(device):
+    """They would be wrong: backward's collectives are nothing that autograd knows."""
+    hidden, _, *weights = layer(4, 4, device, 0)
+    hidden.requires_grad_()
+    output = tensor_parallel_attention(hidden, dict(zip(NAMES, weights, strict=True)), HEAD_DIM, None)
+    (gradient,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
 
 
 @pytest.mark.distributed(world_size=2)

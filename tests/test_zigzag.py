@@ -27,6 +27,9 @@ def test_a_chunk_from_each_end():
     assert zigzag_slice(tokens, sp.sp).tolist() == [expected] * 3
     with pytest.raises(ValueError, match="10 tokens cannot be cut into 4 equal chunks"):
         zigzag_slice(tokens[:, :10], sp.sp)
+    x = torch.zeros(1, 10, 2, 4)  # slices of 5, from elsewhere
+    with pytest.raises(ValueError, match="10 tokens are not 4 equal chunks"):
+        in_order(sdpa, sp.sp)(x, x, x, is_causal=True)
 
 
 @pytest.mark.distributed(world_size=4)
