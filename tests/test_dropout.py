@@ -122,8 +122,8 @@ def print_what_is_dropped():
     for name, seeded in {"one seed": equal_seed, "seed_dropout": seed_dropout}.items():
         seeded(7)
         drawn = torch.rand(24)  # the same on all versions, other than F.dropout
-        lines.append(f"{name:14}" + "".join(".x"[x < P] for x in drawn.tolist()))
-    print(f"rank {dist.get_rank()}   " + "   ".join(lines))
+        lines.append(f"{name}  " + "".join(".x"[x < P] for x in drawn.tolist()))
+    print(f"rank {dist.get_rank()}  " + "  ".join(lines))
 
 
 def test_as_the_page_shows_it(launch, recorded):

@@ -60,6 +60,10 @@ def test_what_is_not_right_is_said(lines):
     assert lines(record("2.1.2", outcome="not run", needs_torch=["2.2"], **nowhere)) == [
         "Not run with torch 2.1.2: needs torch 2.2"
     ]
+    assert lines(record("2.1.2", outcome="not run", **nowhere)) == ["Not run with torch 2.1.2"]
+    tested, not_run = lines(record("2.13.0", 2), record("2.13.0", 4, outcome="not run"))
+    assert tested == "Tested with torch 2.13.0, Python 3.11, gloo on CPU, 2 ranks, 2026-12-01"
+    assert not_run == "Not run with torch 2.13.0, Python 3.11, gloo on CPU, 4 ranks, 2026-12-01"
     assert lines(record("2.1.2", outcome="failed", **nowhere))[0].startswith('<strong class="failed">Tests failed')
     assert lines() == ["Not run"]
     assert lines(record("2.13.0", snippet="process_groups.py")) == ["Not run"]

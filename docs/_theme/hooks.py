@@ -113,11 +113,12 @@ def tested(page_uri, snippet):
 
 
 def describe(versions, needs, python, backend, device, date, outcome, stale, sizes):
-    if outcome == "not run":
+    if outcome == "not run" and (needs or backend is None):
         return f"Not run with torch {words(versions)}" + (f": needs torch {needs[-1]}" if needs else "")
     if backend is None:
         return f'<strong class="failed">Tests failed</strong> with torch {words(versions)} on {device}, {date}'
-    result = "Tested" if outcome == "passed" else f'<strong class="failed">Tests {outcome}</strong>'
+    results = {"passed": "Tested", "not run": "Not run"}
+    result = results.get(outcome, f'<strong class="failed">Tests {outcome}</strong>')
     python = ".".join(python.split(".")[:2])
     ranks = words(sizes) + (" rank" if sizes == (1,) else " ranks")
     partly = f", but for what needs torch {words(needs)}" if needs else ""
