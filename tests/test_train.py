@@ -1,6 +1,7 @@
 """The program: the same curve on 1, 2 and 4 ranks, and with other micro-batches; saved, resumed, stopped, evaluated."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from attention import sdpa
 from process_groups import create_parallel_groups
 from records import ROOT
 
-SCRIPT = ROOT / "snippets" / "train.py"
+SCRIPT = Path(train.__file__)
 GRIDS = [(1, 2), (1, 4), (2, 2), (4, 1)]  # dp, sp
 SMALL = ("--tokens", "48", "--global-batch", "8")
 
@@ -103,11 +104,59 @@ def options_of(**changes):
     return types.SimpleNamespace(**(values | changes))
 
 
-def trained(sp_size, device, **changes):
+def trained(sp_size, device, stopping=(), **changes):
     groups = create_parallel_groups(sp_size)
     attention = train.functools.partial(train.ulysses_attention, group=groups.sp)
     samples, _ = train.samples_of(48)
-    return train.train(options_of(**changes), samples, groups, attention, torch.device(device), []), groups, attention
+    model = train.train(options_of(**changes), samples, groups, attention, torch.device(device), [*stopping])
+    return model, groups, attention
+
+
+def plain_loop(steps, max_norm, device):
+    """Loss and gradient norm of each step in one process: no engine, no micro-batches, no padding."""
+    samples, _ = train.samples_of(48)
+    loader = train.create_loader(samples, batch_size=8, dp_rank=0, dp_size=1, seed=0, collate_fn=list)
+    torch.manual_seed(0)
+    model = train.Decoder(train.Config()).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    lines = []
+    for batch in itertools.islice(loader, steps):
+        total = 0
+        for ids in (sample.to(device) for sample in batch):
+            logits = model(ids[None], torch.arange(len(ids), device=device)[None], sdpa)[0, :-1]
+            total = total + F.cross_entropy(logits, ids[1:], reduction="sum")
+        loss = total / sum(len(sample) - 1 for sample in batch)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        tokens = sum(len(sample) - 1 for sample in batch)
+        lines.append({"step": len(lines) + 1, "loss": loss.item(), "grad_norm": norm.item(), "tokens": tokens})
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("engine", "sp_size", "micro_batch"),
+    [("ddp", 1, 1), ("ddp", 2, 2), ("ddp", 4, 4), pytest.param("fsdp2", 2, 2, marks=pytest.mark.needs_torch("2.6"))],
+)
+@pytest.mark.distributed(world_size=4)
+def test_first_steps_are_those_of_a_plain_loop(engine, sp_size, micro_batch, tmp_path, device):
+    """Two micro-batches in each step, and a gradient norm that is clipped in some."""
+    metrics = tmp_path / "metrics.jsonl"
+    trained(sp_size, device, engine=engine, micro_batch=micro_batch, metrics=metrics, steps=4)
+    dist.barrier()
+    curve = [json.loads(line) for line in metrics.read_text().splitlines()]
+    expected = plain_loop(4, 1.0, device)
+    assert max(line["grad_norm"] for line in expected) > 1
+    assert_same_curve(curve, expected, rtol=2e-5)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_one_rank_that_is_stopped_ends_all_after_the_same_step(tmp_path, device):
+    metrics = tmp_path / "metrics.jsonl"
+    trained(2, device, metrics=metrics, stopping=[True] * dist.get_rank())
+    dist.barrier()
+    assert len(metrics.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("sp_size", [1, 2, 4])
