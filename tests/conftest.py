@@ -50,6 +50,8 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if "site" in item.fixturenames or item.path.name == "test_notebooks.py":
         item.add_marker(pytest.mark.xdist_group("site"))  # so that it is built once
+    elif "torchrun" in item.fixturenames:
+        item.add_marker(pytest.mark.xdist_group("torchrun"))  # which takes one port unless it is told another
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
