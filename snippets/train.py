@@ -224,7 +224,7 @@ def save_checkpoint(folder, step, model, optimizer):
     dist.barrier()
     weights, moments = get_state_dict(model, optimizer)
     save({"model": weights, "optimizer": moments}, checkpoint_id=partial)
-    dist.barrier()  # all ranks have written
+    # It returns on rank 0 once all ranks have written.
     if dist.get_rank() == 0:
         shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
         partial.rename(folder / f"step-{step}")
@@ -320,11 +320,13 @@ def train(options, samples, groups, attention, device, stopping):
             loss, norm, num_tokens = train_step(
                 model, optimizer, batches, groups, attention, options.max_norm
             )
+            # --8<-- [start:agree]
             # One rank's SIGTERM ends all, after the same step.
             counts = torch.tensor([num_tokens, len(stopping)], device=device)
             dist.all_reduce(counts)
             tokens, stop = counts.tolist()
             log.write(step=step, loss=loss, grad_norm=norm, tokens=tokens)
+            # --8<-- [end:agree]
             if folder and (stop or step % options.save_every == 0):
                 save_checkpoint(folder, step, model, optimizer)
             if stop:

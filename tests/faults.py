@@ -1819,4 +1819,152 @@ FAULTS = [
         "if context_parallel:",
         "test_what_it_says_on_a_cpu",
     ),
+    # ---------------------------------------------------------------------------------- train.py
+    Fault(
+        "saved under the last name from the start",
+        "train.py",
+        'partial = folder / f"step-{step}.partial"',
+        'partial = folder / f"step-{step}"',
+        "test_a_checkpoint_has_its_name_once_it_is_whole",
+    ),
+    Fault(
+        "never renamed",
+        "train.py",
+        'partial.rename(folder / f"step-{step}")',
+        "pass",
+        "test_a_checkpoint_has_its_name_once_it_is_whole",
+    ),
+    Fault(
+        "what a killed run left is kept",
+        "train.py",
+        "shutil.rmtree(partial, ignore_errors=True)",
+        "pass",
+        "test_a_checkpoint_has_its_name_once_it_is_whole",
+    ),
+    Fault(
+        "saving the same step again fails",
+        "train.py",
+        'shutil.rmtree(folder / f"step-{step}", ignore_errors=True)',
+        "pass",
+        "test_a_checkpoint_has_its_name_once_it_is_whole",
+    ),
+    Fault(
+        "ranks go on before the checkpoint has its name",
+        "train.py",
+        'partial.rename(folder / f"step-{step}")\n    dist.barrier()',
+        'partial.rename(folder / f"step-{step}")',
+        "test_a_checkpoint_has_its_name_once_it_is_whole",
+    ),
+    Fault(
+        "the newest by name: step-9",
+        "train.py",
+        "max(steps, default=0)",
+        "max(steps, key=str, default=0)",
+        "test_the_newest_whole_checkpoint_is_loaded",
+    ),
+    Fault(
+        "a half-written checkpoint is taken",
+        "train.py",
+        (
+            'int(path.name.removeprefix("step-"))\n'
+            '        for path in folder.glob("step-*")\n'
+            '        if path.suffix != ".partial"\n'
+        ),
+        'int(path.stem.removeprefix("step-"))\n        for path in folder.glob("step-*")\n',
+        "test_the_newest_whole_checkpoint_is_loaded",
+    ),
+    Fault(
+        "each rank loads what it sees itself",
+        "train.py",
+        "dist.broadcast_object_list(newest)",
+        "pass",
+        "test_the_newest_whole_checkpoint_is_loaded",
+    ),
+    Fault(
+        "the optimizer is not saved",
+        "train.py",
+        'save({"model": weights, "optimizer": moments}, checkpoint_id',
+        'save({"model": weights}, checkpoint_id',
+        "test_loaded_as_it_was_saved",
+    ),
+    Fault(
+        "the optimizer is not loaded",
+        "train.py",
+        "load(state, checkpoint_id",
+        'load({"model": weights}, checkpoint_id',
+        "test_loaded_as_it_was_saved",
+    ),
+    Fault(
+        "the optimizer's settings are not set",
+        "train.py",
+        'optim_state_dict=state["optimizer"],',
+        "optim_state_dict={},",
+        "test_loaded_as_it_was_saved",
+    ),
+    Fault(
+        "mean of the batches' means",
+        "train.py",
+        "        sums[0] += loss_sum_of(model, shard, attention)\n        sums[1] += valid(shard)\n",
+        (
+            "        sums[0] += loss_sum_of(model, shard, attention) / valid(shard).clamp(min=1)\n"
+            "        sums[1] += valid(shard) > 0\n"
+        ),
+        "test_evaluation_is_the_token_mean_of_one_process",
+    ),
+    Fault(
+        "the batch without a sample keeps its labels",
+        "train.py",
+        'batch["labels"].fill_(-100)',
+        "pass",
+        "test_evaluation_is_the_token_mean_of_one_process",
+    ),
+    Fault(
+        "a replica without a batch goes on",
+        "train.py",
+        "rounds = -(-len(samples) // (groups.dp_size * batch_size))",
+        "rounds = -(-len(own) // batch_size)",
+        "test_a_replica_with_fewer_batches_takes_part",
+    ),
+    Fault(
+        "the last samples are left out",
+        "train.py",
+        "rounds = -(-len(samples) // (groups.dp_size * batch_size))",
+        "rounds = len(samples) // (groups.dp_size * batch_size)",
+        "test_evaluation_is_the_token_mean_of_one_process",
+    ),
+    Fault(
+        "samples shared out over all ranks",
+        "train.py",
+        "samples[groups.dp_rank :: groups.dp_size]",
+        "samples[dist.get_rank() :: dist.get_world_size()]",
+        "test_evaluation_is_the_token_mean_of_one_process",
+    ),
+    Fault(
+        "summed over the replicas, not over the slices",
+        "train.py",
+        "dist.all_reduce(sums)",
+        "dist.all_reduce(sums, group=groups.dp)",
+        "test_evaluation_is_the_token_mean_of_one_process",
+    ),
+    Fault(
+        "the likeliest byte after the first, not after the last",
+        "train.py",
+        "logits = model(ids, positions, sdpa)[:, -1]",
+        "logits = model(ids, positions, sdpa)[:, 0]",
+        "test_generation_takes_the_likeliest_byte",
+    ),
+    Fault(
+        "positions count down",
+        "train.py",
+        "positions = torch.arange(ids.shape[1], device=device)[None]",
+        "positions = torch.arange(ids.shape[1], device=device).flip(0)[None]",
+        "test_generation_takes_the_likeliest_byte",
+    ),
+    Fault(
+        "the least likely byte",
+        "train.py",
+        "ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)",
+        "ids = torch.cat([ids, logits.argmin(-1, keepdim=True)], dim=1)",
+        "test_generation_takes_the_likeliest_byte",
+    ),
 ]
