@@ -181,7 +181,7 @@ def evaluate(model, samples, groups, attention, batch_size, device):
     """
     own = samples[groups.dp_rank :: groups.dp_size]
     rounds = -(-len(samples) // (groups.dp_size * batch_size))
-    sums = torch.zeros(2, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     for i in range(rounds):
         batch = collate(
             own[i * batch_size : (i + 1) * batch_size] or samples[:1]

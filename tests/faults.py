@@ -1912,6 +1912,13 @@ FAULTS = [
         "test_evaluation_is_the_token_mean_of_one_process",
     ),
     Fault(
+        "tokens counted in fp32",
+        "train.py",
+        "torch.zeros(2, dtype=torch.float64, device=device)",
+        "torch.zeros(2, device=device)",
+        "test_evaluation_counts_every_token_of_many",
+    ),
+    Fault(
         "the batch without a sample keeps its labels",
         "train.py",
         'batch["labels"].fill_(-100)',
