@@ -153,5 +153,12 @@ def test_in_detail_torch_names_both_collectives(errors_of, recorded):
                 error,
             )
             assert own[1].startswith(f"Rank {rank} ")
+            if rank == 0:
+                assert "but Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=0OpType=REDUCE)" in error
             lines.append(f"  {own[1]}{own[2]}, {own[3]}")
     recorded("only-some-ranks-detail.txt", "\n".join(lines) + "\n")
+
+
+def test_in_detail_a_rank_that_comes_to_none_is_named(errors_of):
+    first, _ = errors_of("dist.all_reduce(torch.ones(())) if rank == 0 else time.sleep(3)", detail=True)
+    assert "Ranks 1 failed to pass monitoredBarrier in 1000 ms" in first
