@@ -172,6 +172,7 @@ def train_step(model, optimizer, batches, groups, attention, max_norm):
 
 # --8<-- [end:step]
 # --8<-- [start:evaluate]
+# --8<-- [start:mean]
 @torch.no_grad()
 def evaluate(model, samples, groups, attention, batch_size, device):
     """The mean loss over all tokens of `samples`, the same on every rank.
@@ -195,6 +196,8 @@ def evaluate(model, samples, groups, attention, batch_size, device):
     return (sums[0] / sums[1]).item()
 
 
+# --8<-- [end:mean]
+# --8<-- [start:generate]
 @torch.no_grad()
 def generate(model, prompt, length, device):
     """`prompt` and `length` bytes more, the likeliest each.
@@ -210,6 +213,7 @@ def generate(model, prompt, length, device):
     return bytes(ids[0].tolist()).decode(errors="replace")
 
 
+# --8<-- [end:generate]
 # --8<-- [end:evaluate]
 # --8<-- [start:checkpoint]
 def save_checkpoint(folder, step, model, optimizer):

@@ -133,7 +133,7 @@ def test_the_contract_can_be_kept():
 def test_snippet_is_shown_and_tested(snippet):
     name = snippet.relative_to(ROOT / "snippets").as_posix()
     sections(snippet.read_text())
-    assert re.search(rf"^(from|import) {snippet.stem}\b", suite_of(snippet).read_text(), re.M)
+    assert re.search(rf"^ *(from|import) {snippet.stem}\b", suite_of(snippet).read_text(), re.M)
     assert "def test_" in suite_of(snippet).read_text()
     assert any(f'"snippets/{name}' in page.read_text() for page in PAGES), "no page shows it"
     assert any(f'tested("{name}")' in page.read_text() for page in PAGES), "no page says what it was tested with"
