@@ -104,7 +104,7 @@ else:
     if {detail}:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL does at the start
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1 + 9 * rank))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={seconds} + 9 * rank))
     try:
         {call}
     except RuntimeError as error:
@@ -119,9 +119,9 @@ else:
 def errors_of(run_script, tmp_path):
     """What each of two ranks says of a hang; rank 0's time is up first, and it ends."""
 
-    def run(call, detail=False):
+    def run(call, *, seconds, detail=False):
         script = tmp_path / f"{len(list(tmp_path.iterdir()))}.py"
-        script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), call=call, detail=detail))
+        script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), call=call, seconds=seconds, detail=detail))
         return run_script(script, world_size=2, timeout=30)
 
     return run
@@ -135,7 +135,7 @@ CALLS = {
 
 
 def test_the_first_rank_times_out_and_the_others_see_it_go(errors_of):
-    first, second = errors_of(CALLS["only rank 0 logs"])
+    first, second = errors_of(CALLS["only rank 0 logs"], seconds=1)
     assert re.search(r"Timed out waiting 1000ms for recv operation to complete", first)
     assert re.search(r"Connection (closed|reset) by peer", second)
 
@@ -146,7 +146,7 @@ def test_in_detail_torch_names_both_collectives(errors_of, recorded):
     lines = []
     for hang, call in CALLS.items():
         lines.append(hang)
-        for rank, error in enumerate(errors_of(call, detail=True)):
+        for rank, error in enumerate(errors_of(call, seconds=20, detail=True)):
             own = re.search(
                 r"Detected mismatch between collectives on ranks. (Rank \d is running collective: )"
                 r"CollectiveFingerPrint\((SequenceNumber=\d+),? ?(OpType=\w+)",
@@ -160,5 +160,5 @@ def test_in_detail_torch_names_both_collectives(errors_of, recorded):
 
 
 def test_in_detail_a_rank_that_comes_to_none_is_named(errors_of):
-    first, _ = errors_of("dist.all_reduce(torch.ones(())) if rank == 0 else time.sleep(3)", detail=True)
+    first, _ = errors_of("dist.all_reduce(torch.ones(())) if rank == 0 else time.sleep(3)", seconds=1, detail=True)
     assert "Ranks 1 failed to pass monitoredBarrier in 1000 ms" in first
