@@ -172,6 +172,7 @@ def train_step(model, optimizer, batches, groups, attention, max_norm):
 
 # --8<-- [end:step]
 # --8<-- [start:evaluate]
+# --8<-- [start:mean]
 @torch.no_grad()
 def evaluate(model, samples, groups, attention, batch_size, device):
     """The mean loss over all tokens of `samples`, the same on every rank.
@@ -181,7 +182,7 @@ def evaluate(model, samples, groups, attention, batch_size, device):
     """
     own = samples[groups.dp_rank :: groups.dp_size]
     rounds = -(-len(samples) // (groups.dp_size * batch_size))
-    sums = torch.zeros(2, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     for i in range(rounds):
         batch = collate(
             own[i * batch_size : (i + 1) * batch_size] or samples[:1]
@@ -195,6 +196,8 @@ def evaluate(model, samples, groups, attention, batch_size, device):
     return (sums[0] / sums[1]).item()
 
 
+# --8<-- [end:mean]
+# --8<-- [start:generate]
 @torch.no_grad()
 def generate(model, prompt, length, device):
     """`prompt` and `length` bytes more, the likeliest each.
@@ -210,6 +213,7 @@ def generate(model, prompt, length, device):
     return bytes(ids[0].tolist()).decode(errors="replace")
 
 
+# --8<-- [end:generate]
 # --8<-- [end:evaluate]
 # --8<-- [start:checkpoint]
 def save_checkpoint(folder, step, model, optimizer):
@@ -224,7 +228,7 @@ def save_checkpoint(folder, step, model, optimizer):
     dist.barrier()
     weights, moments = get_state_dict(model, optimizer)
     save({"model": weights, "optimizer": moments}, checkpoint_id=partial)
-    dist.barrier()  # all ranks have written
+    # It returns on rank 0 once all ranks have written.
     if dist.get_rank() == 0:
         shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
         partial.rename(folder / f"step-{step}")
@@ -320,11 +324,13 @@ def train(options, samples, groups, attention, device, stopping):
             loss, norm, num_tokens = train_step(
                 model, optimizer, batches, groups, attention, options.max_norm
             )
+            # --8<-- [start:agree]
             # One rank's SIGTERM ends all, after the same step.
             counts = torch.tensor([num_tokens, len(stopping)], device=device)
             dist.all_reduce(counts)
             tokens, stop = counts.tolist()
             log.write(step=step, loss=loss, grad_norm=norm, tokens=tokens)
+            # --8<-- [end:agree]
             if folder and (stop or step % options.save_every == 0):
                 save_checkpoint(folder, step, model, optimizer)
             if stop:
