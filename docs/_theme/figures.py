@@ -5,6 +5,7 @@ import io
 
 import matplotlib.style
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from mkdocs.exceptions import PluginError
 
@@ -109,4 +110,53 @@ def parts_of(length, kernel, name):
     return parts
 
 
-FIGURES = {"attention": attention}
+# --------------------------------------------------------------------------------------------- train
+
+RIGHT, WRONG = "#1f66b0", "#b3261e"
+
+
+def train(data):
+    """Loss by step, and below it how far each run is from the one on a single process."""
+    run = data["train"]
+    one, *others = run["runs"]
+    steps = range(1, run["steps"] + 1)
+    with matplotlib.style.context(STYLE):
+        drawn = Figure(figsize=(9, 7))
+        curves, distances = drawn.subplots(2, 1, sharex=True, height_ratios=[3, 4])
+        for each in run["faults"]:
+            curves.plot(steps, each["loss"], color=WRONG, linewidth=1.2)
+        curves.plot(steps, one["loss"], color=INK, linewidth=5, alpha=0.35)
+        for each in others:
+            curves.plot(steps, each["loss"], color=RIGHT, linewidth=1.2)
+        curves.set(ylabel="loss")
+        for each, colour in [(each, RIGHT) for each in others] + [(each, WRONG) for each in run["faults"]]:
+            distances.plot(steps, distance(each, one), color=colour, linewidth=1.2)
+        distances.axhline(1e-4, color=INK_SOFT, linewidth=1, linestyle=":")
+        distances.set(yscale="log", ylabel="relative difference\nfrom one process", xlabel="step")
+        keys = [
+            Line2D([], [], color=INK, linewidth=5, alpha=0.35, label="one process"),
+            Line2D([], [], color=RIGHT, label=f"{len(others)} runs on 2 and 4 ranks"),
+            Line2D([], [], color=WRONG, label=f"{len(run['faults'])} runs with a fault"),
+        ]
+        drawn.legend(handles=keys, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+        drawn.tight_layout()
+        worst = max(each["loss_off"] for each in others)
+        least = min(each["loss_off"] for each in run["faults"])
+        alt = (
+            f"Above, the loss falls from {one['loss'][0]:.2f} to {one['loss'][-1]:.2f} in all runs, those with a fault "
+            f"among them. Below, the difference from one process: at most {worst:.0e} for runs without a fault, and "
+            f"up to {least:.0e} and more for those with one."
+        )
+        caption = (
+            f"The same {run['steps']} steps of {run['samples']} samples, fp32, {run['device']}, torch {run['torch']}, "
+            f"{run['date']}. Dotted: the 1e-4 that the tests allow."
+        )
+        return as_html(drawn, "figure-train", alt, caption)
+
+
+def distance(run, one):
+    """Relative, step by step; what is equal is drawn at the resolution of fp32."""
+    return [max(abs(x / y - 1), 2**-24) for x, y in zip(run["loss"], one["loss"], strict=True)]
+
+
+FIGURES = {"attention": attention, "train": train}
