@@ -1,6 +1,6 @@
 """The contract between pages and code: what a reader sees is what the tests run.
 
-Every Python block is a snippet or a named section of one; every output block is a file that a test writes and
+Every Python or bash block is a snippet or a named section of one; every output block is a file that a test writes and
 compares; every command is one that a test or .ci/run runs; the site builds without a warning and asks nobody else.
 """
 
@@ -46,8 +46,8 @@ def problems_of(page: str) -> list[str]:
         language = fence["info"].strip(" {}.").split(" ")[0]
         lines = [line.strip(" \t>") for line in fence["body"].splitlines() if line.strip(" \t>")]
         includes = [INCLUDE.fullmatch(line) for line in lines]
-        if language not in ("python", "text", "console"):
-            problems.append(f"a block of language {language!r}: use python, text or console")
+        if language not in ("python", "bash", "text", "console"):
+            problems.append(f"a block of language {language!r}: use python, bash, text or console")
         elif language == "console" and not any(includes):
             commands = [line.removeprefix("$ ") for line in lines]
             problems += [f"a command that nothing runs: {line}" for line in commands if line not in RUN_BY_CI]
@@ -69,7 +69,7 @@ def problems_of(page: str) -> list[str]:
 
 
 def problems_of_include(language: str, file: str, section: str | None) -> list[str]:
-    home = "snippets/" if language == "python" else "docs/_data/output/"
+    home = "snippets/" if language in ("python", "bash") else "docs/_data/output/"
     path = ROOT / file
     if not file.startswith(home):
         return [f"a {language} block from {file}, not from {home}"]
@@ -210,6 +210,7 @@ class Built(html.parser.HTMLParser):
 def test_every_block_that_a_reader_sees_is_run(site):
     """Also what the Markdown hides from the check above: indented blocks, other fences, macros."""
     shown = {normal(file.read_text()) for file in OUTPUT.glob("*")} | {normal(f"$ {line}") for line in RUN_BY_CI}
+    shown |= {normal(script.read_text()) for script in (ROOT / "snippets").glob("*.sbatch")}
     for snippet in SNIPPETS:
         text = snippet.read_text()
         shown |= {normal(section) for section in sections(text).values()} | {normal(MARKER.sub("", text))}

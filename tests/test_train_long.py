@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import train
 from records import ROOT
 from test_train import ENGINES, SCRIPT, SMALL, assert_same_curve
 
@@ -30,6 +31,16 @@ def trains(run_script, tmp_path, request):
         return [json.loads(line) for line in metrics.read_text().splitlines()], outputs[0]
 
     return run
+
+
+def test_through_torchrun_as_the_page_shows_it(torchrun, recorded, counts_as_run):
+    command = next(line for line in train.__doc__.splitlines() if line.startswith("torchrun"))
+    run = torchrun(command)
+    assert run.returncode == 0, run.stderr
+    with_sp, without = held_out_losses(run.stdout)
+    assert with_sp == pytest.approx(without, abs=1e-4)
+    assert with_sp < 4 < 5 < float(re.search(r"step 1/50  loss ([\d.]+)", run.stderr)[1])
+    recorded("train.txt", f"$ {command}\n")
 
 
 def test_the_same_curve_for_50_steps(trains):
