@@ -145,7 +145,6 @@ def run(notebook: Path, timeout: int) -> nbformat.NotebookNode:
                 kernel_name="python3",
                 kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # this Python, whatever the user has set up
                 connection_file=f"{folder}/kernel.json",
-                transport="ipc",  # in that folder: another process may take a TCP port before the kernel does
             ),
             timeout=timeout,
             shutdown_kernel="immediate",
