@@ -59,7 +59,7 @@ def docs_test(session: nox.Session) -> None:
     """Proves the documentation: snippets on real ranks, their faults, the pages. Options: --device, --record."""
     install(session, *SITE, "parallel", needed="test")
     # ranks wait much of the time, so two cores do more than two tests at once
-    parallel = ["-n4", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
+    parallel = ["-n3", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
     apart = [f"--ignore=tests/test_{name}.py" for name in ("launcher", "train_long")]  # sessions of their own
     options = [*apart, *parallel, *session.posargs]
     bytecode = {"PYTHONDONTWRITEBYTECODE": ""}  # each fault imports its test anew: not from the source where it is set
