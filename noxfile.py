@@ -57,10 +57,11 @@ def docs_build(session: nox.Session) -> None:
 @nox.session(name="docs-test")
 def docs_test(session: nox.Session) -> None:
     """Proves the documentation: snippets on real ranks, their faults, the pages. Options: --device, --record."""
-    install(session, *SITE, "parallel", needed="test")
+    install(session, *SITE, "parallel", "deepspeed", needed="test")
     # ranks wait much of the time, so two cores do more than two tests at once
     parallel = ["-n3", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
-    apart = [f"--ignore=tests/test_{name}.py" for name in ("launcher", "train_long")]  # sessions of their own
+    # sessions of their own
+    apart = [f"--ignore=tests/{name}" for name in ("test_launcher.py", "test_train_long.py", "with_transformers")]
     options = [*apart, *parallel, *session.posargs]
     bytecode = {"PYTHONDONTWRITEBYTECODE": ""}  # each fault imports its test anew: not from the source where it is set
     session.run("python", "-m", "pytest", *options, env=bytecode, external=True)
@@ -83,6 +84,14 @@ def train_test(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/test_train_long.py", *session.posargs, external=True)
 
 
+@nox.session(name="engines-test")
+def engines_test(session: nox.Session) -> None:
+    """Proves what DeepSpeed, Transformers and Accelerate do, in full, and the snippets that need them."""
+    install(session, "test", "quiet", "parallel", "deepspeed", "transformers", needed="test")
+    suites = ["tests/with_deepspeed", "tests/with_transformers"]
+    session.run("python", "-m", "pytest", "-n3", "--dist=loadgroup", *suites, *session.posargs, external=True)
+
+
 @nox.session(name="launcher-test")
 def launcher_test(session: nox.Session) -> None:
     """Tests the rank launcher itself: failures, kills, hangs, Ctrl-C."""
@@ -101,6 +110,6 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measures what the pages quote, into docs/_data/."""
-    install(session, "test", "quiet", "bench")
+    install(session, "test", "quiet", "deepspeed", "transformers", "bench")
     for name in ("launcher", "loss", "attention", "packed", "precision", "train"):
         session.run("python", f"benchmarks/{name}.py", *session.posargs, external=True)

@@ -1,6 +1,7 @@
 """The suite's `--record`: writes the outputs that pages show, and the records of what was run."""
 
 import datetime
+import importlib.metadata
 import json
 import operator
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from records import OUTPUT, RECORDS, ROOT, TORCH_VERSIONS, by_number, current_hashes
+from records import OUTPUT, PACKAGES, RECORDS, ROOT, TORCH_VERSIONS, by_number, current_hashes
 
 pytest_plugins = ["pytester"]
 TORCH = torch.__version__.split("+")[0]
@@ -35,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): on one worker of pytest-xdist")
     config.addinivalue_line("markers", "needs_torch(version): not run on an older torch, as its record then says")
+    os.environ.setdefault("DS_ACCELERATOR", config.option.device)
     if config.option.record and not hasattr(config, "workerinput"):  # pytest-xdist: the workers' reports come together
         option = config.option
         if option.maxfail or any("::" in argument for argument in config.args):
@@ -173,6 +175,9 @@ class Recorder:
                 "snippet": snippet,
                 "code": self.hashes[snippet],
                 "torch": TORCH,
+                "packages": [
+                    f"{name} {importlib.metadata.version(name)}" for name in PACKAGES.get(Path(snippet).parent.name, [])
+                ],
                 "python": platform.python_version(),
                 "backend": backend,
                 "device": self.device,

@@ -33,6 +33,10 @@ def snippets() -> list[Path]:
     return sorted(SNIPPETS.rglob("*.py"))
 
 
+# What the snippets in a folder need beside torch; it is named where their runs are.
+PACKAGES = {"with_deepspeed": ["deepspeed"], "with_transformers": ["transformers", "accelerate", "deepspeed"]}
+
+
 def suite_of(snippet: Path) -> Path:
     """The snippet's test file: tests/ mirrors snippets/."""
     name = snippet.relative_to(SNIPPETS)
@@ -58,13 +62,14 @@ def code_hash(source: str) -> str:
 
 
 def hash_of(snippet: Path) -> str:
-    """The hash of a snippet and of those that it imports, from the same folder."""
+    """The hash of a snippet and of those that it imports, from its folder or from snippets/."""
     found, waiting = [], [snippet]
     while waiting:
         found.append(waiting.pop())
         for node in ast.walk(ast.parse(found[-1].read_text())):
-            if isinstance(node, ast.ImportFrom) and (imported := snippet.with_name(f"{node.module}.py")).exists():
-                waiting += {imported} - {*found, *waiting}
+            if isinstance(node, ast.ImportFrom):
+                places = {folder / f"{node.module}.py" for folder in (snippet.parent, SNIPPETS)}
+                waiting += {place for place in places if place.exists()} - {*found, *waiting}
     hashes = [code_hash(path.read_text()) for path in sorted(found)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 

@@ -14,6 +14,7 @@ def record(torch, world_size=4, **other):
     return {
         "snippet": "loss.py",
         "torch": torch,
+        "packages": [],
         "python": "3.11.7",
         "backend": "gloo",
         "device": "CPU",
@@ -44,10 +45,10 @@ def test_runs_of_a_kind_stand_in_one_line(lines):
 
 def test_others_have_a_line_of_their_own(lines):
     needs = record("2.1.2", needs_torch=["2.2", "2.6"])
-    gpu = record("2.11.0", 1, device="NVIDIA H200", backend="nccl")
+    gpu = record("2.11.0", 1, device="NVIDIA H200", backend="nccl", packages=["deepspeed 0.19.8"])
     first, second, third = lines(record("2.13.0"), gpu, needs)
     assert first.endswith("4 ranks, 2026-12-01, but for what needs torch 2.2 and 2.6")
-    assert second == "Tested with torch 2.11.0, Python 3.11, nccl on NVIDIA H200, 1 rank, 2026-12-01"
+    assert second == "Tested with torch 2.11.0, deepspeed 0.19.8, Python 3.11, nccl on NVIDIA H200, 1 rank, 2026-12-01"
     assert "torch 2.13.0" in third
 
 

@@ -100,8 +100,8 @@ def tested(page_uri, snippet):
     for record in templates.globals["records"]:
         if record["snippet"] == snippet:
             run = ("python", "backend", "device", "date", "outcome", "stale", "torch")
-            needs = tuple(record["needs_torch"])
-            ranks.setdefault((needs, *(record[key] for key in run)), []).append(record["world_size"])
+            needs, packages = tuple(record["needs_torch"]), tuple(record["packages"])
+            ranks.setdefault((needs, packages, *(record[key] for key in run)), []).append(record["world_size"])
     versions = {}
     for (*run, torch), sizes in ranks.items():
         versions.setdefault((*run, tuple(sorted(sizes, key=str))), []).append(torch)
@@ -112,7 +112,7 @@ def tested(page_uri, snippet):
     return f'<small class="tested">{"<br>".join(lines)}</small>'
 
 
-def describe(versions, needs, python, backend, device, date, outcome, stale, sizes):
+def describe(versions, needs, packages, python, backend, device, date, outcome, stale, sizes):
     if outcome == "not run" and (needs or backend is None):
         return f"Not run with torch {words(versions)}" + (f": needs torch {needs[-1]}" if needs else "")
     if backend is None:
@@ -123,7 +123,8 @@ def describe(versions, needs, python, backend, device, date, outcome, stale, siz
     ranks = words(sizes) + (" rank" if sizes == (1,) else " ranks")
     partly = f", but for what needs torch {words(needs)}" if needs else ""
     age = ', <strong class="stale">stale: the code has changed since</strong>' if stale else ""
-    what = f"torch {words(versions)}, Python {python}, {backend} on {device}, {ranks}"
+    with_packages = "".join(f", {package}" for package in packages)
+    what = f"torch {words(versions)}{with_packages}, Python {python}, {backend} on {device}, {ranks}"
     return f"{result} with {what}, {date}{partly}{age}"
 
 
