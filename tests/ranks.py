@@ -36,14 +36,6 @@ PRELOAD = [
     "torch.distributed.nn.functional",
     "torch.testing._internal.distributed.fake_pg",
 ]
-# DeepSpeed, where it is installed and told which device it is for: what it imports at its first use as well.
-PRELOAD_DEEPSPEED = [
-    "deepspeed",
-    "deepspeed.module_inject.auto_ep_config",
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-]
 SHOWN_OUTPUT = 20_000  # bytes of each rank's output in a report, and characters of its traceback
 SHOWN_TITLE = 500
 GRACE = 5.0  # seconds in which all ranks say where they stand, or leave once everybody is done
@@ -100,8 +92,8 @@ class Rank:
 
 def start_server() -> None:
     """Starts what ranks are forked from, unless it runs; it imports torch while the caller goes on."""
-    deepspeed = PRELOAD_DEEPSPEED if os.environ.get("DS_ACCELERATOR") == "cpu" else []  # no CUDA in the server
-    _context.set_forkserver_preload(PRELOAD + deepspeed)
+    cpu = os.environ.get("DS_ACCELERATOR") == "cpu"  # otherwise it might initialise CUDA
+    _context.set_forkserver_preload([*PRELOAD, *(["preload_deepspeed"] if cpu else [])])
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([path] if path else [])])
     multiprocessing.forkserver.ensure_running()
