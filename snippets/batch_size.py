@@ -15,12 +15,13 @@ def accumulation_steps(
     whose ranks share its samples: so `sp_size` is no argument here.
     """
     at_once = micro_batch * dp_size
-    if global_batch < 1 or global_batch % at_once:
-        more = -(-global_batch // at_once) * at_once
+    if global_batch < at_once or global_batch % at_once:
+        below = global_batch // at_once * at_once
         raise ValueError(
             f"global_batch {global_batch} is no multiple of {at_once}: "
             f"micro_batch {micro_batch} on each of {dp_size} replicas; use "
-            + " or ".join(str(n) for n in (more - at_once, more or at_once) if n)
+            + (f"{below} or " if below else "")
+            + f"{below + at_once}, or another micro_batch"
         )
     return global_batch // at_once
 
