@@ -66,8 +66,8 @@ def model_flops(
 
     width: query heads times head_dim.
     lengths: of all documents of the step, each whole and once.
-    is_causal: half of the pairs of tokens, as FlashAttention computes them;
-        False counts all, as many published formulas do.
+    is_causal: each token sees itself and those before it, about half of all
+        pairs; False counts all, as many published formulas do.
     """
     lengths = list(lengths)
     pairs = sum(n * (n + 1) // 2 if is_causal else n * n for n in lengths)
