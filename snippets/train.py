@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import sdpa, ulysses_attention
+from batch_size import accumulation_steps
 from loss import token_mean
 from model import Config, Decoder
 from process_groups import create_parallel_groups
@@ -295,7 +296,11 @@ def main():
 
 def train(options, samples, groups, attention, device, stopping):
     """The trained model. Ends early, on all ranks, once one is `stopping`."""
-    accumulation = accumulation_of(options, groups)
+    accumulation = accumulation_steps(
+        global_batch=options.global_batch,
+        micro_batch=options.micro_batch,
+        dp_size=groups.dp_size,
+    )
     torch.manual_seed(options.seed)  # the same weights on every rank
     model = Decoder(Config()).to(device)
     if options.compile:
@@ -349,18 +354,6 @@ def start(device):
             backend = "nccl"
     dist.init_process_group(backend)
     return torch.device(device)
-
-
-def accumulation_of(options, groups):
-    """How many micro-batches each replica has in a step."""
-    at_once = options.micro_batch * groups.dp_size
-    if options.global_batch % at_once:
-        raise ValueError(
-            f"--global-batch {options.global_batch} is no multiple of "
-            f"{at_once}: {groups.dp_size} replicas with --micro-batch "
-            f"{options.micro_batch}"
-        )
-    return options.global_batch // at_once
 
 
 class Log:

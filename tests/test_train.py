@@ -398,4 +398,4 @@ def test_each_tensor_is_written_once(launch, recorded, device, tmp_path):
 def test_a_global_batch_that_cannot_be_shared_out(run_script):
     with pytest.raises(pytest.fail.Exception) as failure:
         run_script(SCRIPT, "--global-batch", "12", "--micro-batch", "2", "--steps", "1", world_size=4)
-    assert "--global-batch 12 is no multiple of 8: 4 replicas with --micro-batch 2" in str(failure.value)
+    assert "global_batch 12 is no multiple of 8: micro_batch 2 on each of 4 replicas; use 8 or 16" in str(failure.value)
