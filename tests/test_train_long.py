@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -356,3 +357,38 @@ def test_a_first_node_that_thinks_it_is_alone(node, tmp_path, counts_as_run):
     assert "wait timeout after 3000ms, keys: /none/torchelastic/assigned_ranks/1" in output
     wait_until(lambda: lines_of(metrics))
     assert first.poll() is None
+
+
+def test_a_firewall_that_lets_only_the_master_port_through(counts_as_run):
+    """Two nodes in a network of their own, in which what is sent to another port than 29500 gets lost."""
+    psutil = pytest.importorskip("psutil", reason="nodes were not started: psutil is not installed")
+    network = (
+        "ip link set lo up",
+        "ip tuntap add node mode tun && ip link set node up && ip address add 10.9.0.1/32 dev node",
+        "ip tuntap add lost mode tun && ip link set lost up && ip route add default dev lost table 100",
+        "ip rule add pref 10 ipproto tcp dport 29500 lookup local",
+        "ip rule add pref 11 ipproto tcp sport 29500 lookup local",
+        "ip rule add pref 20 to 10.9.0.1 lookup 100",
+        "ip rule add pref 30 lookup local && ip rule del pref 0",
+        "echo 1 > /proc/sys/net/ipv4/tcp_syn_retries",  # gives up after 3 s, not after 127 s
+    )
+    own_network = ["unshare", "--user", "--map-root-user", "--net", "bash", "-ec"]
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*own_network, "\n".join(network)], capture_output=True).returncode
+    ):
+        pytest.skip("the firewall was not tried: no network of one's own can be made here")
+    agent = f"{Path(sys.executable).with_name('torchrun')} --nnodes=2 --nproc-per-node=1 --master-addr=10.9.0.1"
+    nodes = [f"{agent} --master-port=29500 --node-rank={rank} {SCRIPT} --steps=1 &" for rank in (0, 1)]
+    run = subprocess.Popen(
+        [*own_network, "\n".join([*network, *nodes, "wait"])],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "node"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert any(re.search("failed to connect.*SO_ERROR: Connection timed out", line) for line in run.stdout)
+    finally:
+        kill_with_ranks(psutil.Process(run.pid))
+        run.communicate()
