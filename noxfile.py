@@ -80,7 +80,7 @@ def compat_test(session: nox.Session, torch: str) -> None:
 @nox.session(name="train-test")
 def train_test(session: nox.Session) -> None:
     """Proves the training program as a whole: 50 steps on each grid, resumed, stopped, on two nodes."""
-    install(session, "test", "quiet", "long", needed="test")
+    install(session, "test", "quiet", "long", "deepspeed", needed="test")
     session.run("python", "-m", "pytest", "tests/test_train_long.py", *session.posargs, external=True)
 
 

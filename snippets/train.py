@@ -350,7 +350,9 @@ def start(device):
     if device == "cuda":
         gpus = torch.cuda.device_count()
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
-        if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus:
+        # torchrun's name, or that of DeepSpeed's launcher
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ["LOCAL_SIZE"]
+        if int(ranks) <= gpus:
             backend = "nccl"
     dist.init_process_group(backend)
     return torch.device(device)

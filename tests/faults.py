@@ -2278,4 +2278,18 @@ FAULTS = [
         "ids = torch.cat([ids, logits.argmin(-1, keepdim=True)], dim=1)",
         "test_generation_takes_the_likeliest_byte",
     ),
+    Fault(
+        "ranks of a node by torchrun's name alone",
+        "train.py",
+        'os.environ.get("LOCAL_WORLD_SIZE") or os.environ["LOCAL_SIZE"]',
+        'os.environ["LOCAL_WORLD_SIZE"]',
+        "test_nccl_where_each_rank_has_a_gpu",
+    ),
+    Fault(
+        "NCCL where ranks share a GPU",
+        "train.py",
+        "if int(ranks) <= gpus:",
+        "if gpus:",
+        "test_nccl_where_each_rank_has_a_gpu",
+    ),
 ]

@@ -210,7 +210,8 @@ class Built(html.parser.HTMLParser):
 def test_every_block_that_a_reader_sees_is_run(site):
     """Also what the Markdown hides from the check above: indented blocks, other fences, macros."""
     shown = {normal(file.read_text()) for file in OUTPUT.glob("*")} | {normal(f"$ {line}") for line in RUN_BY_CI}
-    shown |= {normal(script.read_text()) for script in (ROOT / "snippets").glob("*.sbatch")}
+    scripts = [path for kind in ("sbatch", "sh", "hostfile") for path in (ROOT / "snippets").glob(f"*.{kind}")]
+    shown |= {normal(script.read_text()) for script in scripts}
     for snippet in SNIPPETS:
         text = snippet.read_text()
         shown |= {normal(section) for section in sections(text).values()} | {normal(MARKER.sub("", text))}

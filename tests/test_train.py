@@ -392,6 +392,21 @@ def test_each_tensor_is_written_once(launch, recorded, device, tmp_path):
     recorded("save-and-resume-written.txt", "\n".join(lines) + "\n")
 
 
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])  # torchrun's, DeepSpeed's
+@pytest.mark.parametrize(("gpus", "backend"), [(2, "nccl"), (1, "gloo")])
+def test_nccl_where_each_rank_has_a_gpu(name, gpus, backend, monkeypatch):
+    """Two ranks on the node; torch is not asked for a GPU."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(train.torch.cuda, "device_count", lambda: gpus)
+    chosen = []
+    monkeypatch.setattr(train.torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(train.dist, "init_process_group", chosen.append)
+    train.start("cuda")
+    assert chosen == [1 % gpus, backend]
+
+
 # ------------------------------------------------------------------------------------------ what does not fit
 
 
