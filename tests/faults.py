@@ -2118,13 +2118,6 @@ FAULTS = [
         "test_one_rank_that_is_stopped_ends_all_after_the_same_step",
     ),
     Fault(
-        "a batch that cannot be shared out is rounded down",
-        "train.py",
-        "    if options.global_batch % at_once:",
-        "    if options.global_batch < at_once:",
-        "test_a_global_batch_that_cannot_be_shared_out",
-    ),
-    Fault(
         "saved under the last name from the start",
         "train.py",
         'partial = folder / f"step-{step}.partial"',
