@@ -300,7 +300,7 @@ def train(options, samples, groups, attention, device, stopping):
     model = Decoder(Config()).to(device)
     if options.compile:
         for layer in model.layers:
-            layer.compile()
+            layer.compile(dynamic=True)  # batches have many lengths
     model = wrap(model, options.engine)
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate)
     folder, first = options.checkpoint_dir, 0

@@ -90,11 +90,11 @@ def test_first_steps_are_those_of_a_plain_loop(engine, sp_size, micro_batch, tmp
     """Two micro-batches in each step, and a gradient norm that is clipped in some."""
     metrics = tmp_path / "metrics.jsonl"
     trained(sp_size, device, engine=engine, micro_batch=micro_batch, metrics=metrics, steps=4)
-    dist.barrier()
-    curve = [json.loads(line) for line in metrics.read_text().splitlines()]
-    expected = plain_loop(4, 1.0, device)
-    assert max(line["grad_norm"] for line in expected) > 1
-    assert_same_curve(curve, expected, rtol=2e-5)
+    if dist.get_rank() == 0:  # it writes the metrics
+        curve = [json.loads(line) for line in metrics.read_text().splitlines()]
+        expected = plain_loop(4, 1.0, device)
+        assert max(line["grad_norm"] for line in expected) > 1
+        assert_same_curve(curve, expected, rtol=2e-5)
 
 
 @pytest.mark.distributed(world_size=2)
@@ -397,5 +397,5 @@ def test_each_tensor_is_written_once(launch, recorded, device, tmp_path):
 
 def test_a_global_batch_that_cannot_be_shared_out(run_script):
     with pytest.raises(pytest.fail.Exception) as failure:
-        run_script(SCRIPT, "--global-batch", "12", "--micro-batch", "2", world_size=4)
+        run_script(SCRIPT, "--global-batch", "12", "--micro-batch", "2", "--steps", "1", world_size=4)
     assert "--global-batch 12 is no multiple of 8: 4 replicas with --micro-batch 2" in str(failure.value)

@@ -27,7 +27,7 @@ def trains(run_script, tmp_path, request):
     def run(dp, sp, *options):
         metrics = tmp_path / f"{next(numbers)}.jsonl"
         options = (*options, "--device", request.config.option.device, "--metrics", str(metrics))
-        outputs = run_script(SCRIPT, "--sequence-parallel-size", str(sp), *options, world_size=dp * sp)
+        outputs = run_script(SCRIPT, "--sequence-parallel-size", str(sp), *options, world_size=dp * sp, timeout=200)
         return [json.loads(line) for line in metrics.read_text().splitlines()], outputs[0]
 
     return run
@@ -75,6 +75,14 @@ def test_fsdp2_has_the_same_curve(dp, sp, trains):
     expected, expected_output = trains(1, 1, *options)
     assert_same_curve(curve, expected)
     assert held_out_losses(output) == pytest.approx(held_out_losses(expected_output), rel=1e-3)
+
+
+@pytest.mark.needs_torch("2.6")
+def test_compiled_layers_have_the_same_curve(trains):
+    """The batches of three steps have three lengths; each layer is compiled once."""
+    expected, _ = trains(1, 1, *SMALL, "--steps", "3")
+    curve, _ = trains(1, 2, *SMALL, "--steps", "3", "--compile")
+    assert_same_curve(curve, expected)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
