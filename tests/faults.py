@@ -2221,6 +2221,7 @@ FAULTS = [
         "if len(batches) != accumulation:",
         "if False:",
         "test_another_number_of_micro_batches_is_refused",
+    ),
     # ---------------------------------------------------------------------------- gradient_check.py
     Fault(
         "whether the gradient is smaller is not looked at",
