@@ -61,7 +61,9 @@ def docs_test(session: nox.Session) -> None:
     # ranks wait much of the time, so two cores do more than two tests at once
     parallel = ["-n3", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
     # sessions of their own
-    apart = [f"--ignore=tests/{name}" for name in ("test_launcher.py", "test_train_long.py", "with_transformers")]
+    apart = [
+        f"--ignore=tests/{name}" for name in ("test_launcher.py", "test_train_long.py", "test_engine_gradients_long.py")
+    ]
     options = [*apart, *parallel, *session.posargs]
     bytecode = {"PYTHONDONTWRITEBYTECODE": ""}  # each fault imports its test anew: not from the source where it is set
     session.run("python", "-m", "pytest", *options, env=bytecode, external=True)
@@ -88,7 +90,7 @@ def train_test(session: nox.Session) -> None:
 def engines_test(session: nox.Session) -> None:
     """Proves what DeepSpeed, Transformers and Accelerate do, in full, and the snippets that need them."""
     install(session, "test", "quiet", "parallel", "deepspeed", "transformers", needed="test")
-    suites = ["tests/with_deepspeed", "tests/with_transformers"]
+    suites = ["tests/with_deepspeed", "tests/test_engine_gradients_long.py"]
     session.run("python", "-m", "pytest", "-n3", "--dist=loadgroup", *suites, *session.posargs, external=True)
 
 
@@ -111,5 +113,14 @@ def lint(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measures what the pages quote, into docs/_data/."""
     install(session, "test", "quiet", "deepspeed", "transformers", "bench")
-    for name in ("launcher", "loss", "attention", "packed", "precision", "train"):
+    for name in (
+        "launcher",
+        "loss",
+        "attention",
+        "packed",
+        "precision",
+        "train",
+        "engine_gradients",
+        "constant_factor",
+    ):
         session.run("python", f"benchmarks/{name}.py", *session.posargs, external=True)
