@@ -63,13 +63,15 @@ def ddp(model, groups):
 def fsdp2(model, groups, mesh=None):
     from torch.distributed.fsdp import fully_shard
 
+    if next(model.parameters()).is_cuda and dist.get_backend() == "gloo":
+        pytest.skip("full_tensor over gloo ends with SIGSEGV on CUDA tensors")
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
 def fsdp2_over_dp_alone(model, groups):
-    return fsdp2(model, groups, create_mesh(groups.sp_size, "cpu")["dp"])
+    return fsdp2(model, groups, create_mesh(groups.sp_size, next(model.parameters()).device.type)["dp"])
 
 
 def no_engine(model, groups):
