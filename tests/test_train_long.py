@@ -360,10 +360,10 @@ def test_a_first_node_that_thinks_it_is_alone(node, tmp_path, counts_as_run):
     """It trains without the other one, which waits."""
     port, metrics = free_port(), tmp_path / "metrics.jsonl"
     first = node(0, port, *SMALL, "--steps=100000", "--metrics", metrics, count=1)
+    wait_until(lambda: lines_of(metrics))
     status, output = ended(node(1, port, timeout=3))
     assert status == 1
     assert "wait timeout after 3000ms, keys: /none/torchelastic/assigned_ranks/1" in output
-    wait_until(lambda: lines_of(metrics))
     assert first.poll() is None
 
 
