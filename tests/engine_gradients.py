@@ -8,7 +8,7 @@ with gradients of one process that sees all samples whole.
 import contextlib
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ class Engine:
     stage: int | None = None  # of ZeRO
     groups: str = ""  # where ZeRO has them from: "mpu", or "sizes" in its config
     config: tuple = ()  # of DeepSpeed, beside that
+    init: bool = False  # parameters partitioned by deepspeed.zero.Init over all ranks, before deepspeed.initialize
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ CORE = Setting(
     ),
     FORMS,
 )
+INIT = replace(zero(3), name="DeepSpeed ZeRO 3, `mpu`, `zero.Init` over all ranks", init=True)
 ENGINES = (DDP, FSDP2, *(zero(stage) for stage in range(4)))
 SETTINGS = [
     CORE,
@@ -90,6 +92,7 @@ SETTINGS = [
         ),
         FORMS,
     ),
+    Setting("zero.Init", (INIT,), FORMS),
 ]
 
 
@@ -261,6 +264,9 @@ class DeepSpeed:
             (config["zero_optimization"] if key == "reduce_scatter" else config)[key] = value
         if engine.groups == "sizes":
             config |= {"sequence_parallel_size": setting.sp, "data_parallel_size": setting.dp}
+        if engine.init:
+            everyone = mpu.get_sequence_data_parallel_group()
+            deepspeed.zero.Init(module=model, data_parallel_group=everyone, config_dict_or_path=config, mpu=mpu)
         optimizer = torch.optim.SGD(model.parameters(), rate)
         self.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=mpu, config=config)
 
@@ -276,11 +282,16 @@ class DeepSpeed:
         self.model.step()
 
     def parameters(self) -> torch.Tensor:
-        import deepspeed
+        return flat(map(whole, self.model.module.parameters()))
 
-        parameters = list(self.model.module.parameters())
-        with deepspeed.zero.GatheredParameters(parameters):
-            return flat(parameters)
+
+def whole(parameter) -> torch.Tensor:
+    """ZeRO 3's parts, gathered here, so that nothing of DeepSpeed's gathering is in the measure."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter
+    parts = [torch.empty_like(parameter.ds_tensor) for _ in range(dist.get_world_size(parameter.ds_process_group))]
+    dist.all_gather(parts, parameter.ds_tensor.contiguous(), group=parameter.ds_process_group)
+    return torch.cat(parts)[: parameter.ds_numel]
 
 
 def flat(parameters) -> torch.Tensor:
