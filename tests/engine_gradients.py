@@ -33,7 +33,7 @@ KEPT = [0.25, 0.04, 0.95, 0.08]  # shares of valid labels, from slice to slice: 
 class Engine:
     name: str
     stage: int | None = None  # of ZeRO
-    groups: str = ""  # where ZeRO has them from: "mpu", or "sizes" in its config
+    groups: str = ""  # where ZeRO has them from: "mpu", an "own" one, or "sizes" in its config
     config: tuple = ()  # of DeepSpeed, beside that
     init: bool = False  # parameters partitioned by deepspeed.zero.Init over all ranks, before deepspeed.initialize
 
@@ -57,7 +57,7 @@ class Setting:
 
 
 def zero(stage: int, groups: str = "mpu", **config) -> Engine:
-    said = {"mpu": "`mpu`", "sizes": "sizes in the config"}[groups]
+    said = {"mpu": "`mpu`", "own": "an own `mpu`", "sizes": "sizes in the config"}[groups]
     options = "".join(f', `"{key}": {str(value).lower()}`' for key, value in config.items())
     return Engine(f"DeepSpeed ZeRO {stage}, {said}{options}", stage, groups, tuple(config.items()))
 
@@ -93,6 +93,7 @@ SETTINGS = [
         FORMS,
     ),
     Setting("zero.Init", (INIT,), FORMS),
+    Setting("own mpu", tuple(zero(stage, "own") for stage in range(4)), FORMS),
 ]
 
 
@@ -101,7 +102,7 @@ def divisor_of(engine: Engine, dp: int, sp: int) -> int:
     by over those that do."""
     if engine is FSDP2_DP or (engine.groups == "sizes" and engine.stage < 3):
         return dp
-    if engine.groups == "mpu" and (engine.stage < 3 or not dict(engine.config).get("reduce_scatter", True)):
+    if engine.groups in ("mpu", "own") and (engine.stage < 3 or not dict(engine.config).get("reduce_scatter", True)):
         return dp
     return dp * sp
 
@@ -312,8 +313,8 @@ def measure(setting: Setting, launch: str, forms=None) -> list[dict]:
         import deepspeed
 
         deepspeed.init_distributed("gloo")
-    if launch == "mpu":
-        mpu = make_mpu(setting.sp, groups)
+    if launch in ("mpu", "own"):
+        mpu = make_mpu(setting.sp, groups, launch)
     elif FSDP2_DP in engines:
         from process_groups import create_mesh
 
@@ -331,18 +332,19 @@ def measure(setting: Setting, launch: str, forms=None) -> list[dict]:
     return rows
 
 
-def make_mpu(sp: int, groups):
-    """What DeepSpeed takes as `mpu`: its own, where it has one (0.17.1 and later)."""
-    try:
-        from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
-    except ImportError:
-        return OwnMpu(groups)
-    mpu.initialize_sequence_parallel(sequence_parallel_size=sp)
-    return mpu
+def make_mpu(sp: int, groups, launch: str):
+    """What DeepSpeed takes as `mpu`: its own module, where it has one."""
+    if launch == "mpu":
+        with contextlib.suppress(ImportError):  # DeepSpeed 0.16.9
+            from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
+
+            mpu.initialize_sequence_parallel(sequence_parallel_size=sp)
+            return mpu
+    return OwnMpu(groups)
 
 
 class OwnMpu:
-    """For a DeepSpeed that has no parallel_state_sp yet: what its groups.py asks for."""
+    """What a DeepSpeed without parallel_state_sp asks for in its groups.py, with the DP group that it needs there."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -459,6 +461,6 @@ def launches() -> list[tuple[int, str]]:
     return [
         (number, launch)
         for number, setting in enumerate(SETTINGS)
-        for launch in ("plain", "mpu", "sizes")
+        for launch in ("plain", "mpu", "own", "sizes")
         if setting.of(launch)
     ]
