@@ -62,6 +62,7 @@ def zero(stage: int, groups: str = "mpu", **config) -> Engine:
     return Engine(f"DeepSpeed ZeRO {stage}, {said}{options}", stage, groups, tuple(config.items()))
 
 
+OF_ZERO = ("reduce_scatter", "contiguous_gradients", "reduce_bucket_size")
 DDP, FSDP2, FSDP2_DP = Engine("DDP"), Engine("FSDP2 over dp × sp"), Engine("FSDP2 over dp alone")
 FORMS = ("token_mean", "weighted, mean", "weighted, sum", "all_gather", "in place", "local mean")
 CORE = Setting(
@@ -83,7 +84,15 @@ SETTINGS = [
     Setting("sp 4", ENGINES, FORMS, dp=1, sp=4),
     Setting("bf16", ENGINES, FORMS, dtype="bfloat16"),
     Setting("accumulation", ENGINES, FORMS, accumulation=2),
-    Setting("reduce_scatter", tuple(zero(stage, reduce_scatter=False) for stage in range(4)), FORMS),
+    Setting(
+        "reduce_scatter",
+        (
+            *(zero(stage, reduce_scatter=False) for stage in range(4)),
+            zero(3, reduce_scatter=False, contiguous_gradients=False),
+            zero(3, reduce_scatter=False, reduce_bucket_size=1200),  # less than the embedding has
+        ),
+        FORMS,
+    ),
     Setting(
         "communication_data_type",
         (
@@ -262,7 +271,7 @@ class DeepSpeed:
             "bf16": {"enabled": setting.dtype == "bfloat16"},
         }
         for key, value in engine.config:
-            (config["zero_optimization"] if key == "reduce_scatter" else config)[key] = value
+            (config["zero_optimization"] if key in OF_ZERO else config)[key] = value
         if engine.groups == "sizes":
             config |= {"sequence_parallel_size": setting.sp, "data_parallel_size": setting.dp}
         if engine.init:
