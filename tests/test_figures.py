@@ -95,6 +95,16 @@ def test_train_says_how_far_runs_are_apart():
     assert figures.distance(TRAIN["faults"][0], TRAIN["runs"][0]) == pytest.approx([2**-24, 0.01, 2**-24])
 
 
+def test_constant_factor_says_how_far_parameters_are_apart():
+    factors = [{"factor": factor, "loss": [5.5, 4.1], "parameters_apart": 0.01 * factor} for factor in (2, 8)]
+    runs = [{"optimizer": name, "loss": [5.5, 4.0], "factors": factors} for name in ("AdamW", "SGD", "Adam", "clipped")]
+    measured = {"device": "CPU", "torch": "2.13.0", "date": "2026-12-01", "steps": 2, "batch": 8, "runs": runs}
+    shown = figures.figure({"constant_factor": measured}, "constant_factor")
+    label = re.search('role="img" aria-label="([^"]+)"', shown)[1]
+    assert "AdamW, 2.0e-02 at 2 times and 8.0e-02 at 8 times; SGD, 2.0e-02" in label
+    assert "The same 2 steps of 8 samples" in re.search("<figcaption>(.+)</figcaption>", shown)[1]
+
+
 @pytest.mark.parametrize("missing", ["attention", "date", "this_site", "collective_ms"])
 def test_what_is_missing_fails_the_build(missing):
     def without(tree):
