@@ -44,7 +44,7 @@ def main() -> None:
     rows = []
     for number, launch in launches():
         setting = SETTINGS[number]
-        if not of_the_suite and not (setting.name in ("core", "dp 1") and launch == "mpu"):
+        if not of_the_suite and not (setting.name in ("core", "dp 1", "zero.Init") and launch == "mpu"):
             continue
         with tempfile.TemporaryDirectory() as directory:
             results = Path(directory) / "rows.json"

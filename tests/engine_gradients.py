@@ -8,7 +8,7 @@ with gradients of one process that sees all samples whole.
 import contextlib
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,9 @@ KEPT = [0.25, 0.04, 0.95, 0.08]  # shares of valid labels, from slice to slice: 
 class Engine:
     name: str
     stage: int | None = None  # of ZeRO
-    groups: str = ""  # where ZeRO has them from: "mpu", or "sizes" in its config
+    groups: str = ""  # where ZeRO has them from: "mpu", an "own" one, or "sizes" in its config
     config: tuple = ()  # of DeepSpeed, beside that
+    init: bool = False  # parameters partitioned by deepspeed.zero.Init over all ranks, before deepspeed.initialize
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,12 @@ class Setting:
 
 
 def zero(stage: int, groups: str = "mpu", **config) -> Engine:
-    said = {"mpu": "`mpu`", "sizes": "sizes in the config"}[groups]
+    said = {"mpu": "`mpu`", "own": "an own `mpu`", "sizes": "sizes in the config"}[groups]
     options = "".join(f', `"{key}": {str(value).lower()}`' for key, value in config.items())
     return Engine(f"DeepSpeed ZeRO {stage}, {said}{options}", stage, groups, tuple(config.items()))
 
 
+OF_ZERO = ("reduce_scatter", "contiguous_gradients", "reduce_bucket_size")
 DDP, FSDP2, FSDP2_DP = Engine("DDP"), Engine("FSDP2 over dp × sp"), Engine("FSDP2 over dp alone")
 FORMS = ("token_mean", "weighted, mean", "weighted, sum", "all_gather", "in place", "local mean")
 CORE = Setting(
@@ -74,6 +76,7 @@ CORE = Setting(
     ),
     FORMS,
 )
+INIT = replace(zero(3), name="DeepSpeed ZeRO 3, `mpu`, `zero.Init` over all ranks", init=True)
 ENGINES = (DDP, FSDP2, *(zero(stage) for stage in range(4)))
 SETTINGS = [
     CORE,
@@ -81,7 +84,15 @@ SETTINGS = [
     Setting("sp 4", ENGINES, FORMS, dp=1, sp=4),
     Setting("bf16", ENGINES, FORMS, dtype="bfloat16"),
     Setting("accumulation", ENGINES, FORMS, accumulation=2),
-    Setting("reduce_scatter", tuple(zero(stage, reduce_scatter=False) for stage in range(4)), FORMS),
+    Setting(
+        "reduce_scatter",
+        (
+            *(zero(stage, reduce_scatter=False) for stage in range(4)),
+            zero(3, reduce_scatter=False, contiguous_gradients=False),
+            zero(3, reduce_scatter=False, reduce_bucket_size=1200),  # less than the embedding has
+        ),
+        FORMS,
+    ),
     Setting(
         "communication_data_type",
         (
@@ -90,6 +101,8 @@ SETTINGS = [
         ),
         FORMS,
     ),
+    Setting("zero.Init", (INIT,), FORMS),
+    Setting("own mpu", tuple(zero(stage, "own") for stage in range(4)), FORMS),
 ]
 
 
@@ -98,7 +111,7 @@ def divisor_of(engine: Engine, dp: int, sp: int) -> int:
     by over those that do."""
     if engine is FSDP2_DP or (engine.groups == "sizes" and engine.stage < 3):
         return dp
-    if engine.groups == "mpu" and (engine.stage < 3 or not dict(engine.config).get("reduce_scatter", True)):
+    if engine.groups in ("mpu", "own") and (engine.stage < 3 or not dict(engine.config).get("reduce_scatter", True)):
         return dp
     return dp * sp
 
@@ -258,9 +271,12 @@ class DeepSpeed:
             "bf16": {"enabled": setting.dtype == "bfloat16"},
         }
         for key, value in engine.config:
-            (config["zero_optimization"] if key == "reduce_scatter" else config)[key] = value
+            (config["zero_optimization"] if key in OF_ZERO else config)[key] = value
         if engine.groups == "sizes":
             config |= {"sequence_parallel_size": setting.sp, "data_parallel_size": setting.dp}
+        if engine.init:
+            everyone = mpu.get_sequence_data_parallel_group()
+            deepspeed.zero.Init(module=model, data_parallel_group=everyone, config_dict_or_path=config, mpu=mpu)
         optimizer = torch.optim.SGD(model.parameters(), rate)
         self.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=mpu, config=config)
 
@@ -276,11 +292,16 @@ class DeepSpeed:
         self.model.step()
 
     def parameters(self) -> torch.Tensor:
-        import deepspeed
+        return flat(map(whole, self.model.module.parameters()))
 
-        parameters = list(self.model.module.parameters())
-        with deepspeed.zero.GatheredParameters(parameters):
-            return flat(parameters)
+
+def whole(parameter) -> torch.Tensor:
+    """ZeRO 3's parts, gathered here, so that nothing of DeepSpeed's gathering is in the measure."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter
+    parts = [torch.empty_like(parameter.ds_tensor) for _ in range(dist.get_world_size(parameter.ds_process_group))]
+    dist.all_gather(parts, parameter.ds_tensor.contiguous(), group=parameter.ds_process_group)
+    return torch.cat(parts)[: parameter.ds_numel]
 
 
 def flat(parameters) -> torch.Tensor:
@@ -301,8 +322,8 @@ def measure(setting: Setting, launch: str, forms=None) -> list[dict]:
         import deepspeed
 
         deepspeed.init_distributed("gloo")
-    if launch == "mpu":
-        mpu = make_mpu(setting.sp, groups)
+    if launch in ("mpu", "own"):
+        mpu = make_mpu(setting.sp, groups, launch)
     elif FSDP2_DP in engines:
         from process_groups import create_mesh
 
@@ -320,18 +341,19 @@ def measure(setting: Setting, launch: str, forms=None) -> list[dict]:
     return rows
 
 
-def make_mpu(sp: int, groups):
-    """What DeepSpeed takes as `mpu`: its own, where it has one (0.17.1 and later)."""
-    try:
-        from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
-    except ImportError:
-        return OwnMpu(groups)
-    mpu.initialize_sequence_parallel(sequence_parallel_size=sp)
-    return mpu
+def make_mpu(sp: int, groups, launch: str):
+    """What DeepSpeed takes as `mpu`: its own module, where it has one."""
+    if launch == "mpu":
+        with contextlib.suppress(ImportError):  # DeepSpeed 0.16.9
+            from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
+
+            mpu.initialize_sequence_parallel(sequence_parallel_size=sp)
+            return mpu
+    return OwnMpu(groups)
 
 
 class OwnMpu:
-    """For a DeepSpeed that has no parallel_state_sp yet: what its groups.py asks for."""
+    """What a DeepSpeed without parallel_state_sp asks for in its groups.py, with the DP group that it needs there."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -448,6 +470,6 @@ def launches() -> list[tuple[int, str]]:
     return [
         (number, launch)
         for number, setting in enumerate(SETTINGS)
-        for launch in ("plain", "mpu", "sizes")
+        for launch in ("plain", "mpu", "own", "sizes")
         if setting.of(launch)
     ]

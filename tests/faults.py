@@ -2310,9 +2310,9 @@ FAULTS = [
     Fault(
         "reduce_scatter not asked for",
         "with_deepspeed/train_step.py",
-        "if stage == 3 and engine.zero_reduce_scatter():",
-        "if stage == 3:",
-        "test_without_reduce_scatter",
+        "if stage == 3 and not engine.zero_reduce_scatter():",
+        "if False:",
+        "test_stage_3_without_reduce_scatter_is_refused",
     ),
     Fault(
         "labels counted per micro-batch",

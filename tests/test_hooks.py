@@ -110,3 +110,27 @@ def test_a_section_that_is_not_closed_fails_the_build(tmp_path, monkeypatch):
     monkeypatch.setattr(hooks, "snippets", lambda: [tmp_path / "snippets" / "open.py"])
     with pytest.raises(hooks.PluginError, match=r"section 'one' has start"):
         hooks.on_files([], None)
+
+
+def test_gradients_are_green_only_where_they_are_right():
+    forms = ("token_mean", "weighted, mean", "weighted, sum", "all_gather", "in place", "local mean")
+    verdicts = (
+        {"verdict": "right", "factor": 1.0, "of": "tokens"},
+        {"verdict": "scaled", "factor": 0.9996, "of": "replicas"},
+        {"verdict": "scaled", "factor": 0.4998, "of": "replicas"},
+        {"verdict": "raises", "error": "ValueError: Global rank 0 is not part of group …"},
+        {"verdict": "scaled", "factor": 4.0, "of": "tokens"},
+        {"verdict": "ranks differ", "factor": 1.2},
+    )
+    rows = [
+        {"setting": "core", "engine": "E", "form": form} | verdict
+        for form, verdict in zip(forms, verdicts, strict=True)
+    ]
+    table = hooks.gradients({"engine_gradients": {"rows": rows}}, "core")
+    assert table.splitlines()[2] == (
+        '| E | <span class="right">right</span> | <span class="stale">1 × replicas</span> |'
+        ' <span class="failed">0.5 × replicas</span> | <span class="failed">ValueError</span> |'
+        ' <span class="failed">4 ×</span> | <span class="failed">ranks differ</span> |'
+    )
+    with pytest.raises(hooks.jinja2.UndefinedError, match="no setting 'cores'"):
+        hooks.gradients({"engine_gradients": {"rows": rows}}, "cores")

@@ -159,43 +159,45 @@ def distance(run, one):
     return [max(abs(x / y - 1), 2**-24) for x, y in zip(run["loss"], one["loss"], strict=True)]
 
 
-# --------------------------------------------------------------------------------------- constant_factor
+# ------------------------------------------------------------------------------------ constant_factor
+
+FACTORS = [INK, "#1f66b0", "#a85408"]  # no factor, then those that were run
 
 
 def constant_factor(data):
-    """The loss by step under each optimizer, with the gradient as it is and times each factor."""
-    run = data["constant_factor"]
-    steps = range(1, run["steps"] + 1)
+    """Loss by step with the gradient times each factor, a panel for each optimizer."""
+    measured = data["constant_factor"]
     with matplotlib.style.context(STYLE):
-        drawn = Figure(figsize=(9, 6.2))
-        for axes, each in zip(drawn.subplots(2, 2, sharex=True, sharey=True).flat, run["runs"], strict=True):
-            axes.plot(steps, each["loss"], color=INK, linewidth=5, alpha=0.35)
-            for scaled, style in zip(each["factors"], ("-", ":"), strict=True):
-                axes.plot(steps, scaled["loss"], color=WRONG, linewidth=1.2, linestyle=style)
-            apart = " and ".join(f"{scaled['parameters_apart']:.2g}" for scaled in each["factors"])
-            axes.set(title=f"{each['optimizer']}\nweights apart by {apart}", ylabel="loss", xlabel="step")
-            axes.label_outer()
-        factors = [scaled["factor"] for scaled in each["factors"]]
-        keys = [Line2D([], [], color=INK, linewidth=5, alpha=0.35, label="the right gradient")]
-        keys += [
-            Line2D([], [], color=WRONG, linestyle=style, label=f"{factor} times it")
-            for factor, style in zip(factors, ("-", ":"), strict=True)
+        drawn = Figure(figsize=(9, 6))
+        panels = drawn.subplots(2, 2, sharex=True, sharey=True).flat
+        for axes, run in zip(panels, measured["runs"], strict=True):
+            factors = [{"factor": 1, "loss": run["loss"]}, *run["factors"]]
+            for each, colour, width in zip(factors, FACTORS, (5, 2.2, 1.2), strict=True):
+                steps = range(1, measured["steps"] + 1)
+                axes.plot(steps, each["loss"], color=colour, linewidth=width, alpha=0.35 if width == 5 else 1)
+            axes.set(title=run["optimizer"])
+        for axes in drawn.axes[::2]:
+            axes.set(ylabel="loss")
+        for axes in drawn.axes[2:]:
+            axes.set(xlabel="step")
+        keys = [
+            Line2D([], [], color=colour, linewidth=2, label=f"gradient × {each['factor']}")
+            for each, colour in zip(factors, FACTORS, strict=True)
         ]
         drawn.legend(handles=keys, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
         drawn.tight_layout()
-        alt = f"Loss over {run['steps']} steps, with the right gradient and with {words(factors)} times it."
-        for each in run["runs"]:
-            apart = words(f"{scaled['parameters_apart']:.2g}" for scaled in each["factors"])
-            alt += f" {each['optimizer']}: at the end weights are apart by {apart}, relative."
-        caption = (
-            f"The same {run['steps']} steps of {run['batch']} samples of {run['tokens']} bytes in one process, fp32, "
-            f"{run['device']}, torch {run['torch']}, {run['date']}. Weights apart: relative, after the last step."
+        alt = f"Loss over {measured['steps']} steps; how far the last parameters are from those without a factor: " + (
+            "; ".join(
+                f"{run['optimizer']}, "
+                + " and ".join(f"{each['parameters_apart']:.1e} at {each['factor']} times" for each in run["factors"])
+                for run in measured["runs"]
+            )
         )
-        return as_html(drawn, "figure-constant-factor", alt, caption)
-
-
-def words(values):
-    return " and ".join(map(str, values))
+        caption = (
+            f"The same {measured['steps']} steps of {measured['batch']} samples, one process, fp32, "
+            f"{measured['device']}, torch {measured['torch']}, {measured['date']}."
+        )
+        return as_html(drawn, "figure-constant-factor", alt + ".", caption)
 
 
 FIGURES = {"attention": attention, "train": train, "constant_factor": constant_factor}

@@ -9,6 +9,7 @@ missing number fails the build. Known are:
     {$ tested("loss.py") $}                  what snippets/loss.py was run with, and a link to the file
     {$ compatibility() $}                    the table of all snippets on all versions and devices
     {$ by_rank(["right", "ValueError"]) $}   one outcome for each rank, in words
+    {$ gradients("core") $}              what engines make of each loss's gradient, from engine_gradients.json
     {$ figure("attention") $}                drawn from docs/_data/ by figures.py
 """
 
@@ -64,7 +65,7 @@ def on_config(config):
         tables = [json.loads(file.read_text()) for file in (folder / subfolder).glob("*.json")]
         data[subfolder] = sorted(tables, key=lambda table: in_order(table["device"], table["torch"]))
     templates.globals.update(data=data, records=load_records(), by_rank=by_rank)
-    templates.globals.update(figure=functools.partial(figure, data))
+    templates.globals.update(figure=functools.partial(figure, data), gradients=functools.partial(gradients, data))
 
 
 def on_files(files, config):
@@ -153,6 +154,37 @@ def compatibility(page_uri, files):
         link = f"[{name}]({pages[name]})" if name in pages else name
         lines.append(f"| {link}{faulty} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def gradients(data, setting, source="engine_gradients"):
+    """A Markdown table of one setting: engines down, forms of the loss across."""
+    rows = [row for row in data[source]["rows"] if row["setting"] == setting]
+    if not rows:
+        raise jinja2.UndefinedError(f"{source} has no setting {setting!r}")
+    forms = {
+        "token_mean": "`token_mean` with the engine's $D$",
+        "weighted, mean": '`weighted_all_reduce`, `"mean"`',
+        "weighted, sum": '`weighted_all_reduce`, `"sum"`',
+        "all_gather": "functional `all_gather`",
+        "in place": "in-place `all_reduce`",
+        "local mean": "each rank's own mean",
+    }
+    lines = [f"| Engine | {' | '.join(forms.values())} |", "| --- |" + " --- |" * len(forms)]
+    for engine in dict.fromkeys(row["engine"] for row in rows):
+        cells = {row["form"]: verdict(row) for row in rows if row["engine"] == engine}
+        lines.append(f"| {engine} | {' | '.join(cells[form] for form in forms)} |")
+    return "\n".join(lines)
+
+
+def verdict(row):
+    """Right, orange where it is right for another mean, or wrong."""
+    said = row["verdict"]
+    if said == "raises":
+        said = row["error"].partition(":")[0]
+    elif said == "scaled":
+        said = f"{row['factor']:.2g} ×" + ("" if row["of"] == "tokens" else f" {row['of']}")
+    kinds = {"right": "right", "1 × replicas": "stale"}
+    return f'<span class="{kinds.get(said, "failed")}">{said}</span>'
 
 
 def by_rank(outcomes):

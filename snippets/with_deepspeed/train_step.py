@@ -38,7 +38,13 @@ def gradient_divisor(engine):
     world = dist.get_world_size()
     accumulation = engine.gradient_accumulation_steps()
     stage = engine.zero_optimization_stage()
-    if stage == 3 and engine.zero_reduce_scatter():
+    if stage == 3 and not engine.zero_reduce_scatter():
+        raise ValueError(
+            'ZeRO 3 with "reduce_scatter": false has one D for parameters that '
+            "fit into reduce_bucket_size and another for larger ones: leave it "
+            "true"
+        )
+    if stage == 3:
         return world * accumulation  # averages over DP and SP
     if engine.seq_dp_world_size != world:
         raise ValueError(

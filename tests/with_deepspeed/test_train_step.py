@@ -109,10 +109,16 @@ def test_one_replica():
     check(2, sp_size=2, accumulation=2)
 
 
-@pytest.mark.parametrize("stage", [3, 1])
 @pytest.mark.distributed(world_size=4)
-def test_without_reduce_scatter(stage):
-    check(stage, sp_size=2, accumulation=2, reduce_scatter=False)
+def test_stage_1_without_reduce_scatter():
+    check(1, sp_size=2, accumulation=2, reduce_scatter=False)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_stage_3_without_reduce_scatter_is_refused():
+    engine = new_engine(3, 2, accumulation=1, reduce_scatter=False)
+    with pytest.raises(ValueError, match="has one D for parameters that fit into reduce_bucket_size and another"):
+        train_step(engine, samples(1)[0][:1])
 
 
 @pytest.mark.distributed(world_size=4)
