@@ -90,8 +90,12 @@ def train_test(session: nox.Session) -> None:
 def engines_test(session: nox.Session) -> None:
     """Proves what DeepSpeed, Transformers and Accelerate do, in full, and the snippets that need them."""
     install(session, "test", "quiet", "parallel", "deepspeed", "transformers", needed="test")
-    suites = ["tests/with_deepspeed", "tests/test_engine_gradients_long.py"]
+    suites = ["tests/with_deepspeed", "tests/with_transformers", "tests/test_engine_gradients_long.py"]
     session.run("python", "-m", "pytest", "-n3", "--dist=loadgroup", *suites, *session.posargs, external=True)
+    if not session.posargs:
+        bytecode = {"PYTHONDONTWRITEBYTECODE": ""}  # as in docs-test
+        faults = ["-n3", "tests/test_faults.py", "-kwith_transformers"]
+        session.run("python", "-m", "pytest", *faults, env=bytecode, external=True)
 
 
 @nox.session(name="launcher-test")
@@ -121,6 +125,7 @@ def bench(session: nox.Session) -> None:
         "precision",
         "train",
         "engine_gradients",
+        "engine_gradients_transformers",
         "constant_factor",
     ):
         session.run("python", f"benchmarks/{name}.py", *session.posargs, external=True)

@@ -93,7 +93,7 @@ class Rank:
 def start_server() -> None:
     """Starts what ranks are forked from, unless it runs; it imports torch while the caller goes on."""
     cpu = os.environ.get("DS_ACCELERATOR") == "cpu"  # otherwise it might initialise CUDA
-    _context.set_forkserver_preload([*PRELOAD, *(["preload_deepspeed"] if cpu else [])])
+    _context.set_forkserver_preload([*PRELOAD, *(["preload_deepspeed", "preload_transformers"] if cpu else [])])
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([path] if path else [])])
     multiprocessing.forkserver.ensure_running()
