@@ -62,7 +62,8 @@ def docs_test(session: nox.Session) -> None:
     parallel = ["-n3", "--dist=loadgroup"] if session.virtualenv.is_sandboxed else []
     # sessions of their own
     apart = [
-        f"--ignore=tests/{name}" for name in ("test_launcher.py", "test_train_long.py", "test_engine_gradients_long.py")
+        f"--ignore=tests/{name}"
+        for name in ("test_launcher.py", "test_train_long.py", "test_engine_gradients_long.py", "with_transformers")
     ]
     options = [*apart, *parallel, *session.posargs]
     bytecode = {"PYTHONDONTWRITEBYTECODE": ""}  # each fault imports its test anew: not from the source where it is set

@@ -206,7 +206,6 @@ def prints_what_is_counted_of_sdpa():
     position = torch.arange(12).expand(2, 12)
     products = 6 * shape["parameters"] * 24
     causal, full = (model_flops(**shape, lengths=[12] * 2, is_causal=x) - products for x in (True, False))
-    on_cpu = counted(model, ids, position, sdpa) - products
     with sdpa_kernel(SDPBackend.MATH):
         as_math = counted(model, ids, position, sdpa) - products
     heads = (2, 4, 12, 8)  # batch, heads, seq, head_dim
@@ -214,9 +213,8 @@ def prints_what_is_counted_of_sdpa():
     print("FLOPs of causal attention, of those of all pairs")
     print(f"  model_flops, is_causal=False     {full / full:.3f}")
     print(f"  model_flops, is_causal=True      {causal / full:.3f}   12 tokens: 78 of 144 pairs")
-    print(f"  counter, SDPA on CPU             {on_cpu / full:.3f}")
     print(f"  counter, SDPA as matrix products {as_math / full:.3f}")
-    print(f"  counter, SDPA's CUDA kernels     {kernel / full:.3f}")
+    print(f"  counter, SDPA as one kernel      {kernel / full:.3f}")
 
 
 @pytest.mark.needs_torch("2.3")
@@ -225,17 +223,16 @@ def test_what_the_counter_counts_of_sdpa(launch, recorded):
 
 
 @pytest.mark.distributed(world_size=1)
-def test_kernels_count_as_seven_products_of_six(device):
+def test_a_kernel_counts_seven_products_of_six_or_nothing(device):
     """Of all pairs; the backward kernel computes the scores anew, and the mask is not looked at."""
-    if device != "cuda":
-        pytest.skip("counts a CUDA kernel")
     model, shape = decoder(device, kv_heads=4)  # torch 2.11 does not count fewer
     ids = torch.arange(24, device=device).view(2, 12)
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         found = counted(model, ids, torch.arange(12, device=device).expand(2, 12), sdpa)
     products = 6 * shape["parameters"] * 24
     full = model_flops(**shape, lengths=[12] * 2, is_causal=False) - products
-    assert 6 * (found - products) == 7 * full
+    in_its_table = device == "cuda" or torch.__version__ >= (2, 15)
+    assert 6 * (found - products) == (7 * full if in_its_table else 0)
 
 
 # ----------------------------------------------------------------------------------- the table on the page
