@@ -5,6 +5,7 @@ docs/_data/records/, a JSON list with one entry per snippet, backend and world s
 """
 
 import ast
+import functools
 import hashlib
 import io
 import json
@@ -61,16 +62,22 @@ def code_hash(source: str) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
+@functools.cache
+def code_hash_and_imports(source: str) -> tuple[str, frozenset[str]]:
+    """Kept for each text: the tests ask for all snippets again and again."""
+    imports = (node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
+    return code_hash(source), frozenset(name for name in imports if name)
+
+
 def hash_of(snippet: Path) -> str:
     """The hash of a snippet and of those that it imports, from its folder or from snippets/."""
-    found, waiting = [], [snippet]
+    found, waiting = {}, [snippet]
     while waiting:
-        found.append(waiting.pop())
-        for node in ast.walk(ast.parse(found[-1].read_text())):
-            if isinstance(node, ast.ImportFrom):
-                places = {folder / f"{node.module}.py" for folder in (snippet.parent, SNIPPETS)}
-                waiting += {place for place in places if place.exists()} - {*found, *waiting}
-    hashes = [code_hash(path.read_text()) for path in sorted(found)]
+        path = waiting.pop()
+        found[path], imports = code_hash_and_imports(path.read_text())
+        places = {folder / f"{name}.py" for name in imports for folder in (snippet.parent, SNIPPETS)}
+        waiting += {place for place in places if place.exists()} - {*found, *waiting}
+    hashes = [found[path] for path in sorted(found)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 
