@@ -47,7 +47,7 @@ def check(engine, stage=None):
         deepspeed.init_distributed("gloo", verbose=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         running, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=zero_config(stage, GRID), mpu=make_mpu(GRID.sp, groups)
+            model=model, optimizer=optimizer, config=zero_config(stage, GRID), mpu=make_mpu(GRID.sp, groups, "mpu")
         )
         loss = mean_loss(running, shard, tokens, gradient_divisor=divisor_of(stage, GRID))
         running.backward(loss)
